@@ -1,0 +1,319 @@
+"""The frozen nouns of the coordinator, and the events that change its state.
+
+Nothing here does anything. Times are whole milliseconds since 1970 (`_at_ms`), sizes whole MiB, compute whole
+thousandths of a GPU. These classes are also the JSON that stands in etcd (`coordinator.records`), so a field is only
+ever added, with a default.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from attrs import field, frozen
+
+from jobspecs.spec import JobSpec
+from vgpu.inventory import NodeInventory, NodeReport
+from vgpu.reasons import Reason
+from vgpu.slices import Slice
+
+
+class JobState(enum.Enum):
+    """See `coordinator.lifecycle` for the edges. STARTING and RUNNING are derived from the task records."""
+
+    PENDING = "PENDING"
+    ALLOCATED = "ALLOCATED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    EVICTING = "EVICTING"
+    CANCELLING = "CANCELLING"
+    LOST = "LOST"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class TaskState(enum.Enum):
+    """What a node saw of one task. PREPARED: its isolation steps are done. EXITED: it has ended, or will never start."""
+
+    PREPARED = "PREPARED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    EXITED = "EXITED"
+
+
+@frozen
+class Tenant:
+    """`quota_memory_mib` is guaranteed in the long run; `limit_memory_mib` and `limit_compute_milli` are the hard
+    ceilings of what it may hold at once (None = the cluster). `weight` divides its time share: a tenant of weight 2
+    may use twice as much before it counts the same; weight 0 is served only when nobody else waits."""
+
+    name: str
+    quota_memory_mib: int = 0
+    limit_memory_mib: int | None = None
+    limit_compute_milli: int | None = None
+    weight: int = 1
+    created_at_ms: int = 0
+    version: int = 1
+
+
+@frozen
+class TaskPlacement:
+    """Where one task of a job is, and what it holds there."""
+
+    task: int
+    node: str
+    slices: tuple[Slice, ...]
+    cpu_milli: int
+    memory_mib: int
+
+
+@frozen
+class Allocation:
+    """Everything that one attempt of a job holds. All of it is granted and freed as one.
+
+    `chosen` and `placed` tell why the job was next and why it went there, as numbers that the user is shown.
+    """
+
+    attempt: int
+    tasks: tuple[TaskPlacement, ...]
+    allocated_at_ms: int
+    chosen: Reason | None = None
+    placed: Reason | None = None
+
+    @property
+    def memory_mib(self) -> int:
+        return sum(piece.memory_mib for task in self.tasks for piece in task.slices)
+
+    @property
+    def compute_milli(self) -> int:
+        return sum(piece.compute_milli for task in self.tasks for piece in task.slices)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(sorted({task.node for task in self.tasks}))
+
+
+@frozen
+class Happening:
+    """One line of a job's history: it came into `state` because of `reason`."""
+
+    state: JobState
+    at_ms: int
+    attempt: int
+    reason: Reason | None = None
+
+
+@frozen
+class Job:
+    """The record of a job, in one of three folders: queue/ (PENDING), jobs/ (holds slices), done/ (final).
+
+    `state` is one of the written states; STARTING and RUNNING come from the task records (`lifecycle.shown_state`).
+    `ran_ms` sums the running time of ended attempts. `not_before_ms` is the end of a back-off. `failures` counts
+    attempts that used up a retry. `stop` is set once the leader has asked the nodes to end this attempt, and says why.
+    """
+
+    id: str
+    spec: JobSpec
+    state: JobState
+    submitted_at_ms: int
+    queued_at_ms: int
+    attempt: int = 1
+    allocation: Allocation | None = None
+    reason: Reason | None = None
+    exit_code: int | None = None
+    started_at_ms: int | None = None
+    ended_at_ms: int | None = None
+    ran_ms: int = 0
+    failures: int = 0
+    not_before_ms: int = 0
+    stop: Reason | None = None
+    history: tuple[Happening, ...] = ()
+    idempotency: str = ""
+    version: int = 1
+
+    @property
+    def tenant(self) -> str:
+        return self.spec.tenant
+
+
+@frozen
+class Task:
+    """What was observed of one task of one attempt. Written by the node agent, or by the observer of an engine.
+
+    `released`: its end is confirmed and no process of it is left on its GPUs, so its slices are free. `fault` is a
+    reason code name when the task could not be run or was stopped (launch_failed, image_unavailable, out_of_memory,
+    gpu_lost ...), empty for an ordinary exit. `exit_code` is None when it never ran.
+    """
+
+    job: str
+    attempt: int
+    task: int
+    node: str
+    state: TaskState
+    started_at_ms: int | None = None
+    ended_at_ms: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    oom_killed: bool = False
+    fault: str = ""
+    detail: str = ""
+    released: bool = False
+    container: str = ""
+    version: int = 1
+
+    @property
+    def attempt_key(self) -> str:
+        return f"{self.job}.{self.attempt}.{self.task}"
+
+
+@frozen
+class NodeAdmin:
+    """What an administrator set: no new work (cordon), the reason, and labels that override the agent's."""
+
+    node: str
+    cordoned: bool = False
+    cordon_reason: str = ""
+    labels: Mapping[str, str] = field(factory=dict)
+    version: int = 1
+
+
+@frozen
+class UsageHour:
+    """What a tenant used in one hour, in twelve buckets of five minutes: compute in thousandths x milliseconds and
+    memory in MiB x milliseconds. Complete up to `until_ms`."""
+
+    tenant: str
+    hour_ms: int
+    until_ms: int
+    compute_milli_ms: tuple[int, ...]
+    memory_mib_ms: tuple[int, ...]
+    version: int = 1
+
+
+# --- events: the only way the state of `coordinator.cluster` changes -------------------------------------------------
+
+
+@frozen
+class JobSeen:
+    """The record of a job stands in its folder, at this modification revision."""
+
+    job: Job
+    revision: int
+
+
+@frozen
+class JobGone:
+    """The record has left the folder (`queue`, `jobs` or `done`)."""
+
+    id: str
+    folder: str
+
+
+@frozen
+class TaskSeen:
+    task: Task
+
+
+@frozen
+class TaskGone:
+    job: str
+    attempt: int
+    task: int
+
+
+@frozen
+class TenantSeen:
+    tenant: Tenant
+
+
+@frozen
+class TenantGone:
+    name: str
+
+
+@frozen
+class InventorySeen:
+    inventory: NodeInventory
+
+
+@frozen
+class InventoryGone:
+    node: str
+
+
+@frozen
+class ReportSeen:
+    report: NodeReport
+
+
+@frozen
+class ReportGone:
+    """The node's lease ended: it has not reported in time."""
+
+    node: str
+
+
+@frozen
+class AdminSeen:
+    admin: NodeAdmin
+
+
+@frozen
+class AdminGone:
+    node: str
+
+
+@frozen
+class GrantSeen:
+    """`stopping`: the leader has asked the node to end it."""
+
+    node: str
+    job: str
+    attempt: int
+    stopping: bool
+
+
+@frozen
+class GrantGone:
+    node: str
+    job: str
+    attempt: int
+
+
+@frozen
+class UsageSeen:
+    usage: UsageHour
+
+
+@frozen
+class RecordUnreadable:
+    """A record could not be read. `key` is its path, `detail` why. An unreadable record of jobs/ or grants/ closes
+    the nodes it may be about to new work: its use is unknown, so it is never taken for zero."""
+
+    key: str
+    detail: str
+
+
+Event = (
+    JobSeen
+    | JobGone
+    | TaskSeen
+    | TaskGone
+    | TenantSeen
+    | TenantGone
+    | InventorySeen
+    | InventoryGone
+    | ReportSeen
+    | ReportGone
+    | AdminSeen
+    | AdminGone
+    | GrantSeen
+    | GrantGone
+    | UsageSeen
+    | RecordUnreadable
+)

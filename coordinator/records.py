@@ -1,0 +1,307 @@
+"""Every etcd key and the JSON that stands under it; no other module knows a path.
+
+    /serai/leader/holder                            Leadership    leased by the leading coordinator
+    /serai/tenants/<tenant>                         Tenant        API
+    /serai/applications/<tenant>/<id>               Application   API (a tenant's wish for another quota)
+    /serai/tokens/<sha256>                          Token         API; never the token itself
+    /serai/idempotency/<tenant>/<sha256>            Idempotency   API, in the transaction of the submit
+    /serai/queue/<tenant>/<job>                     Job           API on submit, leader afterwards
+    /serai/jobs/<job>                               Job           leader; API asks for a cancel
+    /serai/done/<job>                               Job           leader; API (cancelled while waiting)
+    /serai/grants/<node>/<job>.<attempt>            Grant         leader
+    /serai/tasks/<node>/<job>.<attempt>.<task>      Task          agent, or the leader's observer of Nomad
+    /serai/nodes/<node>/inventory                   NodeInventory agent, on change
+    /serai/nodes/<node>/report                      NodeReport    agent, leased, each period
+    /serai/nodes/<node>/endpoint                    Endpoint      agent, leased: where its logs are served
+    /serai/nodes/<node>/admin                       NodeAdmin     API
+    /serai/usage/<tenant>/<hour>                    UsageHour     leader
+
+A reader ignores fields it does not know, so that an older coordinator survives a newer record. What cannot be read
+becomes a `RecordUnreadable` event and never an exception: one bad record must not stop a cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+from typing import TypeVar
+
+import msgspec
+from attrs import frozen
+
+from coordinator.model import (
+    AdminGone,
+    AdminSeen,
+    Event,
+    GrantGone,
+    GrantSeen,
+    InventoryGone,
+    InventorySeen,
+    Job,
+    JobGone,
+    JobSeen,
+    NodeAdmin,
+    RecordUnreadable,
+    ReportGone,
+    ReportSeen,
+    Task,
+    TaskGone,
+    TaskSeen,
+    Tenant,
+    TenantGone,
+    TenantSeen,
+    UsageHour,
+    UsageSeen,
+)
+from coordinator.store import Change
+from jobspecs.container import Grant
+from vgpu.inventory import NodeInventory, NodeReport
+
+ROOT = "/serai/"
+LEADER = ROOT + "leader/holder"
+TENANTS = ROOT + "tenants/"
+APPLICATIONS = ROOT + "applications/"
+TOKENS = ROOT + "tokens/"
+IDEMPOTENCY = ROOT + "idempotency/"
+QUEUE = ROOT + "queue/"
+JOBS = ROOT + "jobs/"
+DONE = ROOT + "done/"
+GRANTS = ROOT + "grants/"
+TASKS = ROOT + "tasks/"
+NODES = ROOT + "nodes/"
+USAGE = ROOT + "usage/"
+
+# Crockford's base 32 in lower case: sorts like the numbers, and has no letters that are read as digits.
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+@frozen
+class Leadership:
+    """Who leads. `term` tells two terms of one coordinator apart in logs; the fence is the key's create_revision."""
+
+    id: str
+    address: str
+    since_ms: int
+    version: int = 1
+
+
+@frozen
+class Token:
+    """What a bearer token may do. `role` is admin, or tenant (then `tenant` names whose jobs)."""
+
+    role: str
+    tenant: str = ""
+    label: str = ""
+    created_at_ms: int = 0
+    version: int = 1
+
+
+@frozen
+class Idempotency:
+    """The answer that a submit with this key got: same key and body, same jobs, for 24 hours."""
+
+    body_sha256: str
+    jobs: tuple[str, ...]
+    at_ms: int
+    version: int = 1
+
+
+@frozen
+class Application:
+    """A tenant asks for another quota; an admin grants or refuses it with a reason."""
+
+    id: str
+    tenant: str
+    quota_memory_mib: int
+    text: str
+    at_ms: int
+    state: str = "OPEN"  # OPEN | GRANTED | REFUSED
+    answer: str = ""
+    answered_at_ms: int | None = None
+    version: int = 1
+
+
+@frozen
+class Endpoint:
+    """Where an agent serves the output of its tasks, and the bearer token it wants (known to whoever reads etcd)."""
+
+    node: str
+    address: str
+    token: str
+    version: int = 1
+
+
+class Unreadable(ValueError):
+    """The bytes are not the record they should be."""
+
+
+R = TypeVar("R")
+
+
+def encode(record: object) -> bytes:
+    """JSON that a person can read with etcdctl."""
+    return msgspec.json.encode(record)
+
+
+def decode(kind: type[R], value: bytes) -> R:
+    """Strict about types, lenient about unknown fields. Raises `Unreadable`."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+        raise Unreadable(f"not a {kind.__name__}: {error}") from error
+
+
+def new_job_id(now_ms: int, random: Random) -> str:
+    """16 letters and digits that sort by time: 45 bits of milliseconds, then 35 random bits."""
+    number = ((now_ms & (1 << 45) - 1) << 35) | random.getrandbits(35)
+    return "".join(_ALPHABET[(number >> shift) & 31] for shift in range(75, -1, -5))
+
+
+def queue_key(tenant: str, job: str) -> str:
+    return f"{QUEUE}{tenant}/{job}"
+
+
+def job_key(job: str) -> str:
+    return JOBS + job
+
+
+def done_key(job: str) -> str:
+    return DONE + job
+
+
+def folder_key(job: Job) -> str:
+    """Where the record of a job in its present state stands."""
+    if job.state.is_final:
+        return done_key(job.id)
+    return job_key(job.id) if job.allocation is not None else queue_key(job.tenant, job.id)
+
+
+def tenant_key(tenant: str) -> str:
+    return TENANTS + tenant
+
+
+def application_key(tenant: str, id: str) -> str:
+    return f"{APPLICATIONS}{tenant}/{id}"
+
+
+def token_hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def token_key(token: str) -> str:
+    return TOKENS + token_hash(token)
+
+
+def idempotency_key(tenant: str, key: str) -> str:
+    return f"{IDEMPOTENCY}{tenant}/{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def grant_prefix(node: str) -> str:
+    return f"{GRANTS}{node}/"
+
+
+def grant_key(node: str, job: str, attempt: int) -> str:
+    return f"{GRANTS}{node}/{job}.{attempt}"
+
+
+def task_prefix(node: str) -> str:
+    return f"{TASKS}{node}/"
+
+
+def task_key(node: str, job: str, attempt: int, task: int) -> str:
+    return f"{TASKS}{node}/{job}.{attempt}.{task}"
+
+
+def inventory_key(node: str) -> str:
+    return f"{NODES}{node}/inventory"
+
+
+def report_key(node: str) -> str:
+    return f"{NODES}{node}/report"
+
+
+def endpoint_key(node: str) -> str:
+    return f"{NODES}{node}/endpoint"
+
+
+def admin_key(node: str) -> str:
+    return f"{NODES}{node}/admin"
+
+
+def usage_key(tenant: str, hour_ms: int) -> str:
+    return f"{USAGE}{tenant}/{hour_ms:014d}"
+
+
+def event(change: Change) -> Event | None:
+    """What a change of the store means to the coordinator's state; None for what is no part of it."""
+    key = change.item.key
+    folder, _, rest = key.removeprefix(ROOT).partition("/")
+    parts = rest.split("/")
+    try:
+        if change.deleted:
+            return _gone(folder, parts)
+        return _seen(folder, parts, change)
+    except (Unreadable, ValueError) as error:
+        return RecordUnreadable(key, str(error))
+
+
+def _gone(folder: str, parts: list[str]) -> Event | None:
+    if folder in ("queue", "jobs", "done"):
+        return JobGone(parts[-1], folder)
+    if folder == "tenants":
+        return TenantGone(parts[0])
+    if folder == "grants":
+        job, attempt = parts[1].rsplit(".", 1)
+        return GrantGone(parts[0], job, int(attempt))
+    if folder == "tasks":
+        job, attempt, task = parts[1].rsplit(".", 2)
+        return TaskGone(job, int(attempt), int(task))
+    if folder == "nodes":
+        return _node_gone(*parts)
+    return None
+
+
+def _node_gone(node: str, record: str) -> Event | None:
+    if record == "inventory":
+        return InventoryGone(node)
+    if record == "report":
+        return ReportGone(node)
+    return AdminGone(node) if record == "admin" else None
+
+
+def _seen(folder: str, parts: list[str], change: Change) -> Event | None:
+    value = change.item.value
+    if folder in ("queue", "jobs", "done"):
+        job = decode(Job, value)
+        if folder_key(job) != change.item.key:
+            raise Unreadable(f"a record of {job.id} in state {job.state.value} does not belong here")
+        return JobSeen(job, change.item.mod_revision)
+    if folder == "tenants":
+        return TenantSeen(_named(decode(Tenant, value), "name", parts[0]))
+    if folder == "grants":
+        grant = decode(Grant, value)
+        return GrantSeen(parts[0], grant.job, grant.attempt, grant.stopping)
+    if folder == "tasks":
+        return TaskSeen(decode(Task, value))
+    if folder == "usage":
+        return UsageSeen(decode(UsageHour, value))
+    if folder == "nodes":
+        return _node_seen(parts, value)
+    return None
+
+
+def _node_seen(parts: list[str], value: bytes) -> Event | None:
+    node, record = parts
+    if record == "inventory":
+        return InventorySeen(_named(decode(NodeInventory, value), "node", node))
+    if record == "report":
+        return ReportSeen(_named(decode(NodeReport, value), "node", node))
+    if record == "admin":
+        return AdminSeen(_named(decode(NodeAdmin, value), "node", node))
+    return None
+
+
+def _named(record: R, field: str, expected: str) -> R:
+    if getattr(record, field) != expected:
+        raise Unreadable(f"{field} is {getattr(record, field)!r}, the key says {expected!r}")
+    return record
