@@ -1,0 +1,50 @@
+# The two commands of the README are `make demo` and `make test`; both work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test check bench format lock protos services clean
+
+$(READY): requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "Serai needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Serai needs Python 3.11 or newer, not $$($(PYTHON) -V)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: $(READY)  ## a whole trial cluster: two tenants, three nodes of simulated GPUs, eight jobs; JSON=FILE writes the result as data
+	$(BIN)/serai dev --once $(if $(JSON),--json-file $(JSON))
+
+services:  ## what the tests need and pip cannot bring: etcd, Docker Engine, a C compiler, busybox
+	@.ci/services
+
+test: $(READY) services  ## every test, against a real etcd and a real Docker Engine
+	$(BIN)/pytest tests
+
+check: $(READY)  ## format, lint, types, import contracts, quick tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests/unit tests/scenarios
+
+bench: $(READY)
+	$(BIN)/python -m tests.benchmarks
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock:  ## write requirements.lock anew from pyproject.toml
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet --editable '.[dev,test]'
+	{ echo '# Made by `make lock`: what a fresh install of Serai with its tests takes.'; \
+	  build/lock/bin/pip freeze --exclude-editable; } > requirements.lock
+
+protos: $(READY)  ## the stubs of coordinator/etcdpb from coordinator/etcd.proto
+	cd coordinator && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=etcdpb --pyi_out=etcdpb --grpc_python_out=etcdpb etcd.proto
+
+clean:
+	rm -rf $(VENV) build *.egg-info
