@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test check bench format lock protos services clean
+.PHONY: demo test lint check bench format lock protos services clean
 
 $(READY): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Serai needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
@@ -23,11 +23,13 @@ services:  ## what the tests need and pip cannot bring: etcd, Docker Engine, a C
 test: $(READY) services  ## every test, against a real etcd and a real Docker Engine
 	$(BIN)/pytest tests
 
-check: $(READY)  ## format, lint, types, import contracts, quick tests
+lint: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint  ## lint and the quick tests: what to run before each commit
 	$(BIN)/pytest tests/unit tests/scenarios
 
 bench: $(READY)
