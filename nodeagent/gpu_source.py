@@ -127,7 +127,9 @@ class GpuReader:
         if not self.source.blocking:
             return call()
         if self._busy:
-            raise GpusNotReady(WhyNotReady.NO_ANSWER, f"an earlier call still hangs in the driver, {what} not read")
+            raise GpusNotReady(
+                WhyNotReady.NO_ANSWER, f"an earlier call still hangs in the driver, {what} not read"
+            )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         self._busy = True
@@ -137,7 +139,9 @@ class GpuReader:
             return await asyncio.wait_for(answer, self._limit_seconds)
         except TimeoutError:
             limit = f"{self._limit_seconds:g} s"
-            raise GpusNotReady(WhyNotReady.NO_ANSWER, f"the driver did not answer the {what} in {limit}") from None
+            raise GpusNotReady(
+                WhyNotReady.NO_ANSWER, f"the driver did not answer the {what} in {limit}"
+            ) from None
 
     def _run(self, loop: asyncio.AbstractEventLoop, call: Callable[[], T], answer: asyncio.Future[T]) -> None:
         value: T | None = None
