@@ -77,11 +77,13 @@ _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 @frozen
 class Leadership:
-    """Who leads. `term` tells two terms of one coordinator apart in logs; the fence is the key's create_revision."""
+    """Who leads. `id` is new in each term. The fence is the revision of this key: `renewals` counts how often the
+    holder wrote it again to shut out its own transactions whose answer was lost (`coordinator.commit`)."""
 
     id: str
     address: str
     since_ms: int
+    renewals: int = 0
     version: int = 1
 
 
