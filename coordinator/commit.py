@@ -82,13 +82,16 @@ def merged(outcomes: Iterable[Outcome]) -> Outcome:
 class Committer:
     """Writes for one term of leadership. `fence_revision` is the leader key's revision as this term knows it."""
 
-    def __init__(self, store: Store, settings: Settings, leadership: Leadership, lease: int, fence_revision: int) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, leadership: Leadership, lease: int, fence_revision: int
+    ) -> None:
         self._store = store
         self._settings = settings
         self._leadership = leadership
         self._lease = lease
         self._fence_revision = fence_revision
         self._renewing = asyncio.Lock()
+        self._in_doubt = False
 
     @property
     def fence(self) -> Compare:
@@ -97,21 +100,26 @@ class Committer:
     async def commit(self, intents: Sequence[Intent]) -> Outcome:
         """Raises `LeadershipLost`. After any other end the caller may plan again once the replica has passed
         `Outcome.revision`."""
+        doubt_revision = await self.renew() if self._in_doubt else 0
         gate = asyncio.Semaphore(TRANSACTIONS_IN_FLIGHT)
 
         async def send(batch: Sequence[Intent]) -> Outcome:
             async with gate:
                 return await self._send(batch)
 
-        results = await asyncio.gather(*(send(batch) for batch in self._batches(intents)), return_exceptions=True)
-        uncertain = any(isinstance(result, StoreUncertain) for result in results)
+        results = await asyncio.gather(
+            *(send(batch) for batch in self._batches(intents)), return_exceptions=True
+        )
+        self._in_doubt = any(isinstance(result, StoreUncertain) for result in results)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, StoreUnavailable):
                 raise result
-        outcome = merged(result for result in results if isinstance(result, Outcome))
+        outcome = merged(
+            [Outcome(doubt_revision), *(result for result in results if isinstance(result, Outcome))]
+        )
         if any(isinstance(result, StoreUnavailable) for result in results):
             outcome = evolve(outcome, unavailable=True)
-        if uncertain:
+        if self._in_doubt:
             outcome = evolve(outcome, revision=max(outcome.revision, await self.renew()))
         return outcome
 
@@ -143,6 +151,7 @@ class Committer:
                 revision = item.mod_revision
             self._leadership = wanted
             self._fence_revision = revision
+            self._in_doubt = False
             return revision
 
     def _batches(self, intents: Sequence[Intent]) -> list[list[Intent]]:
@@ -168,7 +177,9 @@ class Committer:
         while remaining:
             compares = [self.fence] + [compare for intent in remaining for compare in intent.compares]
             try:
-                result = await self._store.txn(compares, [write for intent in remaining for write in intent.writes])
+                result = await self._store.txn(
+                    compares, [write for intent in remaining for write in intent.writes]
+                )
             except RequestTooLarge:
                 if len(remaining) == 1:
                     return Outcome(refused=tuple(refused), too_large=(remaining[0].job,))
@@ -177,7 +188,11 @@ class Committer:
             if result.succeeded:
                 return Outcome(result.revision, tuple(intent.job for intent in remaining), tuple(refused))
             self._check(result)
-            changed = {intent.job for intent in remaining if not all(_holds(c, result) for c in intent.compares)}
+            changed = {
+                intent.job for intent in remaining if not all(_holds(c, result) for c in intent.compares)
+            }
+            if not changed:
+                raise StoreUnavailable("a transaction was refused, and none of its conditions had changed")
             refused.extend(sorted(changed))
             remaining = [intent for intent in remaining if intent.job not in changed]
         return Outcome(refused=tuple(refused))
