@@ -50,7 +50,8 @@ class TaskState(enum.Enum):
 class Tenant:
     """`quota_memory_mib` is guaranteed in the long run; `limit_memory_mib` and `limit_compute_milli` are the hard
     ceilings of what it may hold at once (None = the cluster). `weight` divides its time share: a tenant of weight 2
-    may use twice as much before it counts the same; weight 0 is served only when nobody else waits."""
+    may use twice as much before it counts the same; weight 0 is served only when nobody else waits. `closing`: it is
+    being deleted and takes no new jobs."""
 
     name: str
     quota_memory_mib: int = 0
@@ -58,6 +59,7 @@ class Tenant:
     limit_compute_milli: int | None = None
     weight: int = 1
     created_at_ms: int = 0
+    closing: bool = False
     version: int = 1
 
 
