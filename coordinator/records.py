@@ -15,6 +15,7 @@
     /serai/nodes/<node>/endpoint                    Endpoint      agent, leased: where its logs are served
     /serai/nodes/<node>/admin                       NodeAdmin     API
     /serai/usage/<tenant>/<hour>                    UsageHour     leader
+    /serai/fences/<random>                          {}            API, leased: shuts out a submit whose answer was lost
 
 A reader ignores fields it does not know, so that an older coordinator survives a newer record. What cannot be read
 becomes a `RecordUnreadable` event and never an exception: one bad record must not stop a cluster.
@@ -70,6 +71,7 @@ GRANTS = ROOT + "grants/"
 TASKS = ROOT + "tasks/"
 NODES = ROOT + "nodes/"
 USAGE = ROOT + "usage/"
+FENCES = ROOT + "fences/"
 
 # Crockford's base 32 in lower case: sorts like the numbers, and has no letters that are read as digits.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -228,6 +230,10 @@ def endpoint_key(node: str) -> str:
 
 def admin_key(node: str) -> str:
     return f"{NODES}{node}/admin"
+
+
+def fence_key(name: str) -> str:
+    return FENCES + name
 
 
 def usage_key(tenant: str, hour_ms: int) -> str:
