@@ -111,12 +111,20 @@ class Happening:
 
 
 @frozen
+class PastAttempt:
+    """What an ended attempt held and how its tasks ended: for the user's view, and to find its output. Holds nothing."""
+
+    allocation: Allocation
+    tasks: tuple[Task, ...] = ()
+
+
+@frozen
 class Job:
     """The record of a job, in one of three folders: queue/ (PENDING), jobs/ (holds slices), done/ (final).
 
     `state` is one of the written states; STARTING and RUNNING come from the task records (`lifecycle.shown_state`).
     `ran_ms` sums the running time of ended attempts. `not_before_ms` is the end of a back-off. `failures` counts
-    attempts that used up a retry. `stop` is set once the leader has asked the nodes to end this attempt, and says why.
+    attempts that used up a retry. `past` are the newest ended attempts. `stop` is set once the leader has asked the nodes to end this attempt, and says why.
     """
 
     id: str
@@ -135,6 +143,7 @@ class Job:
     not_before_ms: int = 0
     stop: Reason | None = None
     history: tuple[Happening, ...] = ()
+    past: tuple[PastAttempt, ...] = ()
     idempotency: str = ""
     version: int = 1
 
