@@ -64,6 +64,7 @@ class ReasonCode(enum.Enum):
     ISOLATION_STEPS_FAILED = "isolation_steps_failed"
     ENGINE_REFUSED = "engine_refused"
     STOP_UNCONFIRMED = "stop_unconfirmed"
+    TASK_VANISHED = "task_vanished"
     # what keeps a GPU or a node from work
     GPU_UNHEALTHY = "gpu_unhealthy"
     GPU_IN_MIG_MODE = "gpu_in_mig_mode"
