@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
+from vgpu.topology import TopologyCosts
+
 
 class SettingInvalid(ValueError):
     """A setting is out of range: names the setting, its limit and the value."""
@@ -20,25 +22,6 @@ class FairnessSettings:
     time_weight: int = 1
     window_seconds: int = 24 * 3600
     max_wait_seconds: int = 72 * 3600
-
-
-@frozen
-class TopologyCosts:
-    """Cost of communication between two GPUs, by their lowest common ancestor; lower is closer. The figures follow
-    the order of bandwidth (NVLink, PCIe switch, host bridge, socket link, rack switch, spine), not its exact ratio:
-    only their order decides a placement. NVLinked GPUs cost `nvlink` whatever their PCIe level."""
-
-    same_card: int = 0
-    nvlink: int = 1
-    same_board: int = 2
-    pcie_switch: int = 4
-    pcie_switches: int = 6
-    host_bridge: int = 8
-    numa_node: int = 10
-    system: int = 20
-    rack: int = 100
-    zone: int = 400
-    cluster: int = 1000
 
 
 @frozen

@@ -47,6 +47,8 @@ class ReasonCode(enum.Enum):
     BACK_OFF = "back_off"
     # what happened to a job
     SUBMITTED = "submitted"
+    CHOSEN = "chosen"
+    EVICTED = "evicted"
     PLACED = "placed"
     STARTED = "started"
     ENDED = "ended"
