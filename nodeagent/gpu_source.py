@@ -33,6 +33,9 @@ class WhyNotReady(enum.Enum):
     NO_LIBRARY = "no_library"
     DRIVER_NOT_LOADED = "driver_not_loaded"
     DRIVER_TOO_OLD = "driver_too_old"
+    DRIVER_MISMATCH = (
+        "driver_mismatch"  # library and kernel module differ, as after an upgrade without a reboot
+    )
     NO_PERMISSION = "no_permission"
     NO_ANSWER = "no_answer"
     FAILED = "failed"
@@ -80,6 +83,8 @@ class GpuSource(Protocol):
     simulated: bool
     blocking: bool
     """Whether a call may hang in a driver, so that it must run in a thread of its own."""
+    warnings: tuple[str, ...]
+    """What the last report could not read, in sentences for the operator."""
 
     def read_inventory(self) -> GpuInventory:
         """What there is now. A GPU that was known and is lost stays in it, with `unavailable` set. GpusNotReady."""
