@@ -20,121 +20,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from coordinator.model import Task, TaskState
 from jobspecs.container import ContainerSettings, Grant
 from nodeagent.runner import Observed, ObservedTask, TaskKey
+from nodeagent.view import (
+    Action,
+    Failure,
+    PerformStep,
+    Remove,
+    SeenGrant,
+    Start,
+    StepId,
+    Stop,
+    UndoStep,
+    View,
+    WriteTask,
+    step_id,
+)
 from vgpu.isolation.settings import Step
 from vgpu.reasons import ReasonCode
 
 # The leader ends a job at its time limit; a node does it by itself only when nobody did for this long.
 TIME_LIMIT_SLACK_MS = 15_000
 HIGHEST_SIGNAL = 64
-
-StepId = tuple[str, str, tuple[tuple[str, str], ...]]
-
-
-def step_id(step: Step) -> StepId:
-    """Two grants that ask for an equal step ask for one and the same thing."""
-    return (step.kind, step.gpu, tuple(sorted(step.parameters.items())))
-
-
-@frozen
-class SeenGrant:
-    """A grant as it stands in the store, with the revision that fences the writes about it."""
-
-    grant: Grant
-    create_revision: int
-
-
-@frozen
-class Failure:
-    """Why a launch came to nothing; see `runner.LaunchFailed`."""
-
-    fault: str
-    detail: str
-    at_ms: int
-    exit_code: int | None = None
-
-
-@frozen
-class Limits:
-    orphan_grace_ms: int = 30_000
-    log_retention_ms: int = 3_600_000
-    stop_deadline_ms: int = 120_000
-
-
-@frozen
-class View:
-    """Everything that a pass decides on.
-
-    `withdrawn`: attempts whose grant was seen to go. `records`: the task records that stand in the store. `busy`: tasks
-    with an operation under way, `starting` those among them that are being started. `stops`: when each stop was first
-    asked for. `failures`: launches that came to nothing. `steps_done`, `steps_busy`, `steps_failed`: by step id.
-    `gpus`: GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read. `on_gpu`: processes
-    still on a GPU, by the task they belong to. `orphans`: first sighting of each task without a grant.
-    """
-
-    node: str
-    now_ms: int
-    limits: Limits = field(factory=Limits)
-    grants: tuple[SeenGrant, ...] = ()
-    withdrawn: frozenset[tuple[str, int]] = frozenset()
-    observed: tuple[ObservedTask, ...] = ()
-    records: Mapping[TaskKey, Task] = field(factory=dict)
-    busy: frozenset[TaskKey] = frozenset()
-    starting: frozenset[TaskKey] = frozenset()
-    stops: Mapping[TaskKey, int] = field(factory=dict)
-    failures: Mapping[TaskKey, Failure] = field(factory=dict)
-    steps_done: Mapping[StepId, Step] = field(factory=dict)
-    steps_busy: frozenset[StepId] = frozenset()
-    steps_failed: Mapping[StepId, str] = field(factory=dict)
-    gpus: Mapping[str, str] | None = field(factory=dict)
-    on_gpu: Mapping[TaskKey, tuple[int, ...]] = field(factory=dict)
-    orphans: Mapping[TaskKey, int] = field(factory=dict)
-
-
-@frozen
-class Start:
-    seen: SeenGrant
-    container: ContainerSettings
-    key: TaskKey
-
-
-@frozen
-class Stop:
-    """`ungranted`: ask the store once more, with a linearizable read, that there is no grant (RR-6)."""
-
-    key: TaskKey
-    grace_seconds: int
-    ungranted: bool = False
-
-
-@frozen
-class Remove:
-    key: TaskKey
-
-
-@frozen
-class PerformStep:
-    step: Step
-
-
-@frozen
-class UndoStep:
-    step: Step
-
-
-@frozen
-class WriteTask:
-    """To be written only if the grant still has this create revision."""
-
-    task: Task
-    grant_revision: int
-
-
-Action = Start | Stop | Remove | PerformStep | UndoStep | WriteTask
+# Its grant, which knew the grace the user asked for, is gone.
+UNGRANTED_GRACE_SECONDS = 10
 
 
 def reconcile(view: View) -> tuple[Action, ...]:
@@ -214,6 +126,8 @@ def _after_release(
         return
     if task.state is Observed.EXITED:
         yield from _expired(view, task)
+    elif task.state is Observed.CREATED:
+        yield Remove(key)
     else:
         # Its slices are given away already: an ended attempt never comes back.
         yield Stop(key, container.stop_grace_seconds)
@@ -255,9 +169,7 @@ def _created(view: View, seen: SeenGrant, container: ContainerSettings, key: Tas
         yield from _missing(view, seen, container, key, None)
     elif key in view.busy:
         return
-    elif seen.grant.stopping or key in view.failures:
-        yield Remove(key)
-    elif _cannot_start(view, container) is not None:
+    elif seen.grant.stopping or key in view.failures or _cannot_start(view, container) is not None:
         yield Remove(key)
     elif _may_start(view, container):
         yield from _write(view, seen, _task(view, key, TaskState.STARTING))
@@ -276,7 +188,8 @@ def _running(
             written, fault=ReasonCode.STOP_UNCONFIRMED.value, detail=_unconfirmed(view, key, since_ms)
         )
     yield from _write(view, seen, written)
-    if key not in view.busy and (seen.grant.stopping or _is_overdue(view, seen.grant, task)):
+    must_end = seen.grant.stopping or key in view.condemned or _is_overdue(view, seen.grant, task)
+    if must_end and key not in view.busy:
         yield Stop(key, container.stop_grace_seconds)
 
 
@@ -331,15 +244,18 @@ def _never_started(view: View, key: TaskKey, failure: Failure) -> Task:
 
 def _ended(view: View, seen: SeenGrant, key: TaskKey, task: ObservedTask) -> Task:
     """EX-2: the facts as they are; what they mean after a stop is for the leader, who knows why it asked."""
-    fault = ""
-    if task.oom_killed and task.exit_code != 0:
+    fault, detail = "", task.detail
+    if key in view.condemned:
+        fault, detail = view.condemned[key].fault, view.condemned[key].detail
+    elif task.oom_killed and task.exit_code != 0:
         fault = ReasonCode.OUT_OF_MEMORY.value
     elif task.exit_code is None:
         fault = ReasonCode.TASK_VANISHED.value
     elif task.exit_code != 0 and _ran_to_limit(seen.grant, task):
         fault = ReasonCode.TIME_LIMIT.value
     left = view.on_gpu.get(key, ())
-    detail = task.detail
+    if task.exit_code != 0:
+        detail = detail or view.notes.get(key, "")
     if left and not detail:
         detail = f"process {', '.join(map(str, left))} is still on its GPU"
     return Task(
@@ -423,7 +339,10 @@ def _ungranted(view: View, task: ObservedTask) -> Iterator[Action]:
     withdrawn = (task.key.job, task.key.attempt) in view.withdrawn
     seen_twice = first_ms is not None and view.now_ms - first_ms >= view.limits.orphan_grace_ms
     if withdrawn or seen_twice:
-        yield Stop(task.key, grace_seconds=10, ungranted=True)
+        if task.state is Observed.CREATED:
+            yield Remove(task.key)
+        else:
+            yield Stop(task.key, grace_seconds=UNGRANTED_GRACE_SECONDS, ungranted=True)
 
 
 def _expired(view: View, task: ObservedTask) -> Iterator[Action]:
