@@ -134,10 +134,12 @@ class Change:
 @frozen
 class WatchBatch:
     """Changes in order, whole revisions only. `revision` is what the watch has seen up to; `changes` may be empty
-    (progress)."""
+    (progress). `connected` is False when the watch has lost the store and is trying again, and True when it is back;
+    nothing is lost in between."""
 
     revision: int
     changes: tuple[Change, ...]
+    connected: bool = True
 
 
 class Store(Protocol):
@@ -149,7 +151,7 @@ class Store(Protocol):
         narrow it to the keys after one, for cursors."""
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
-        """Applies all writes if all compares hold. Never retried inside."""
+        """Applies all writes if all compares hold. Never retried inside. No key may be written twice."""
 
     def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
         """Every change under `prefix` with a revision greater than `after_revision`, for ever; resumes by itself
@@ -205,6 +207,8 @@ class MemoryStore:
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         self.expire_leases()
+        if len({write.key for write in writes}) < len(writes):
+            raise ValueError("a transaction writes the same key twice")
         size = sum(len(w.key) + (len(w.value) if isinstance(w, Put) else 0) for w in writes)
         if len(compares) > self._max_writes or len(writes) > self._max_writes or size > self._max_bytes:
             raise RequestTooLarge(

@@ -1,0 +1,267 @@
+"""The Store over etcd v3 (3.4 and later), with a short gRPC client of our own.
+
+Owns the meaning of the store's calls in etcd's terms. The connection, its errors and its login are in
+`etcd_connection`, watches in `etcd_watch`. Nothing here knows a key of Serai.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc.aio
+from attrs import frozen
+
+from coordinator.etcd_connection import (
+    ALARM,
+    COMPACT,
+    KEEP_ALIVE,
+    LEASE_GRANT,
+    LEASE_REVOKE,
+    MEMBERS,
+    RANGE,
+    STATUS,
+    TXN,
+    EtcdConnection,
+    EtcdSettings,
+    is_login_stale,
+    translated,
+)
+from coordinator.etcd_watch import Patience, key_bytes, key_value, prefix_end, watch
+from coordinator.etcdpb import etcd_pb2 as pb
+from coordinator.store import (
+    Compacted,
+    Compare,
+    CompareTarget,
+    KeyValue,
+    LeaseLost,
+    Listing,
+    Put,
+    StoreUnavailable,
+    TxnResult,
+    WatchBatch,
+    Write,
+)
+
+__all__ = ["EtcdMember", "EtcdSettings", "EtcdStatus", "EtcdStore"]
+
+FIRST_PAGE_KEYS = 256
+LARGEST_PAGE_KEYS = 2_000  # some 10 ms of a busy event loop
+SMALLEST_PAGE_KEYS = 16
+PAGE_BYTES = 2 << 20
+LIST_ATTEMPTS = 3
+
+
+@frozen
+class EtcdStatus:
+    """What the member that answered says of itself. `errors` names raised alarms and a missing leader."""
+
+    version: str
+    member: int
+    leader: int
+    revision: int
+    file_bytes: int
+    used_bytes: int
+    errors: tuple[str, ...]
+
+
+@frozen
+class EtcdMember:
+    id: int
+    name: str
+    client_urls: tuple[str, ...]
+    is_learner: bool
+
+
+class EtcdStore:
+    """See `coordinator.store.Store` for the contract. To be used in one event loop, and closed there."""
+
+    def __init__(self, settings: EtcdSettings, *, patience: Patience | None = None) -> None:
+        self._connection = EtcdConnection(settings)
+        self._settings = settings
+        self._patience = patience or Patience()
+
+    async def get(self, key: str) -> KeyValue | None:
+        answer = await self._connection.call(RANGE, pb.RangeRequest(key=key_bytes(key)))
+        return key_value(answer.kvs[0]) if answer.kvs else None
+
+    async def list(self, prefix: str, *, start_after: str = "", limit: int = 0) -> Listing:
+        for _ in range(LIST_ATTEMPTS):
+            try:
+                return await self._list(prefix, start_after, limit)
+            except Compacted:
+                continue  # the revision that the pages are pinned to is gone: begin again at a newer one
+        raise StoreUnavailable("etcd: history is compacted faster than keys can be listed")
+
+    async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
+        keys = list(dict.fromkeys(compare.key for compare in compares))
+        request = pb.TxnRequest(
+            compare=[_compare(compare) for compare in compares],
+            success=[_write(write) for write in writes],
+            failure=[
+                pb.RequestOp(request_range=pb.RangeRequest(key=key_bytes(key), keys_only=True))
+                for key in keys
+            ],
+        )
+        answer = await self._connection.call(TXN, request)
+        if answer.succeeded:
+            return TxnResult(True, answer.header.revision)
+        seen: dict[str, KeyValue | None] = {}
+        for key, part in zip(keys, answer.responses, strict=True):
+            kvs = part.response_range.kvs
+            seen[key] = key_value(kvs[0]) if kvs else None
+        return TxnResult(False, answer.header.revision, seen)
+
+    def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
+        return watch(self._connection, prefix, after_revision, self._patience)
+
+    async def grant_lease(self, ttl_seconds: int) -> int:
+        """etcd may grant a longer time than asked, at least one and a half of its election time (2 s)."""
+        answer = await self._connection.call(LEASE_GRANT, pb.LeaseGrantRequest(TTL=ttl_seconds))
+        return answer.ID
+
+    async def keep_alive(self, lease: int) -> int:
+        for last in (False, True):
+            call, token = await self._connection.stream(KEEP_ALIVE)
+            try:
+                async with asyncio.timeout(self._settings.timeout_seconds):
+                    await call.write(pb.LeaseKeepAliveRequest(ID=lease))
+                    answer = await call.read()
+            except grpc.aio.AioRpcError as error:
+                if last or not is_login_stale(error.details() or ""):
+                    await self._connection.lost()
+                    raise translated(error, writes=False) from None
+                await self._connection.renew_login(token)
+                continue
+            except (TimeoutError, asyncio.InvalidStateError):
+                raise StoreUnavailable("etcd: a lease could not be renewed in time") from None
+            finally:
+                call.cancel()
+            break
+        if not isinstance(answer, pb.LeaseKeepAliveResponse):
+            raise StoreUnavailable("etcd: a keep-alive was ended by the server")
+        if answer.TTL <= 0:
+            raise LeaseLost(f"lease {lease:x} is gone")
+        return answer.TTL
+
+    async def revoke_lease(self, lease: int) -> None:
+        try:
+            await self._connection.call(LEASE_REVOKE, pb.LeaseRevokeRequest(ID=lease))
+        except LeaseLost:
+            return
+
+    async def compact(self, revision: int) -> None:
+        try:
+            await self._connection.call(COMPACT, pb.CompactionRequest(revision=revision))
+        except Compacted:
+            return
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    # --- what an operator wants to know -------------------------------------------------------------------------------
+
+    async def status(self) -> EtcdStatus:
+        """Of any one member; also when there is no leader."""
+        answer = await self._connection.call(STATUS, pb.StatusRequest())
+        return EtcdStatus(
+            answer.version,
+            answer.header.member_id,
+            answer.leader,
+            answer.header.revision,
+            answer.dbSize,
+            answer.dbSizeInUse,
+            tuple(answer.errors),
+        )
+
+    async def members(self) -> tuple[EtcdMember, ...]:
+        answer = await self._connection.call(MEMBERS, pb.MemberListRequest())
+        return tuple(EtcdMember(m.ID, m.name, tuple(m.clientURLs), m.isLearner) for m in answer.members)
+
+    async def alarms(self) -> tuple[str, ...]:
+        """Names of raised alarms, such as NOSPACE."""
+        answer = await self._connection.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.GET))
+        return tuple(sorted({pb.AlarmType.Name(alarm.alarm) for alarm in answer.alarms}))
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    async def _list(self, prefix: str, start_after: str, limit: int) -> Listing:
+        """Pages at the revision of the first. etcd walks a whole range to count it, whatever the limit, so that pages
+        of the rest of a prefix would cost the square of its keys; each page after the first has an end of its own."""
+        begin = key_bytes(prefix)
+        start = max(begin or b"\0", key_bytes(start_after) + b"\0" if start_after else b"")
+        pages = _Pages(start, prefix_end(begin), len(begin))
+        items: list[KeyValue] = []
+        revision = 0
+        while not pages.done:
+            wanted = min(pages.size, limit - len(items)) if limit else pages.size
+            answer = await self._connection.call(
+                RANGE,
+                pb.RangeRequest(key=pages.start, range_end=pages.bound, limit=wanted, revision=revision),
+            )
+            revision = revision or answer.header.revision
+            items.extend(map(key_value, answer.kvs))
+            if limit and len(items) >= limit:
+                break
+            pages.advance([kv.key for kv in answer.kvs], answer.count, answer.ByteSize())
+        return Listing(revision, tuple(items))
+
+
+class _Pages:
+    """Bounds for reading a range of keys page by page, guessed from how densely the keys of the last page lie when
+    they are read as numbers. A wrong guess costs a short or an empty page, never a wrong answer."""
+
+    def __init__(self, start: bytes, end: bytes, prefix_bytes: int) -> None:
+        self.start = start
+        self.bound = end
+        self.size = FIRST_PAGE_KEYS
+        self.done = False
+        self._end = end
+        self._width = prefix_bytes + 48  # what lies deeper than that cannot be told apart, and need not be
+        self._gap = 1  # mean distance of two keys
+
+    def advance(self, keys: Sequence[bytes], in_range: int, page_bytes: int) -> None:
+        """After a page of `keys`, from a range that holds `in_range`."""
+        left = in_range - len(keys)
+        if not left and self.bound == self._end:
+            self.done = True
+            return
+        if left:
+            self._gap = max(1, (self._number(keys[-1]) - self._number(self.start)) // len(keys))
+            self.start = keys[-1] + b"\0"
+        else:
+            self.start = self.bound
+            if len(keys) < self.size // 2:
+                self._gap *= 4 if keys else 1 << 32  # an empty range ends a folder: the next is far away
+        if keys:
+            fitting = PAGE_BYTES * len(keys) // max(1, page_bytes)
+            self.size = min(LARGEST_PAGE_KEYS, max(SMALLEST_PAGE_KEYS, fitting))
+        if not left or left > self.size:
+            self.bound = self._guess()
+
+    def _guess(self) -> bytes:
+        number = self._number(self.start) + self._gap * self.size
+        if self._end != b"\0" and number >= self._number(self._end):
+            return self._end
+        if number >= 1 << (8 * self._width):
+            return self._end
+        guess = number.to_bytes(self._width, "big")
+        return guess if guess > self.start else self._end
+
+    def _number(self, key: bytes) -> int:
+        return int.from_bytes(key[: self._width].ljust(self._width, b"\0"), "big")
+
+
+def _compare(compare: Compare) -> pb.Compare:
+    if compare.target is CompareTarget.CREATED:
+        return pb.Compare(
+            key=key_bytes(compare.key), target=pb.Compare.CREATE, create_revision=compare.revision
+        )
+    return pb.Compare(key=key_bytes(compare.key), target=pb.Compare.MOD, mod_revision=compare.revision)
+
+
+def _write(write: Write) -> pb.RequestOp:
+    if isinstance(write, Put):
+        put = pb.PutRequest(key=key_bytes(write.key), value=write.value, lease=write.lease)
+        return pb.RequestOp(request_put=put)
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key_bytes(write.key)))
