@@ -7,7 +7,7 @@ Owns the meaning of the store's calls in etcd's terms. The connection, its error
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc.aio
 from attrs import frozen
@@ -112,7 +112,7 @@ class EtcdStore:
             seen[key] = key_value(kvs[0]) if kvs else None
         return TxnResult(False, answer.header.revision, seen)
 
-    def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
         return watch(self._connection, prefix, after_revision, self._patience)
 
     async def grant_lease(self, ttl_seconds: int) -> int:

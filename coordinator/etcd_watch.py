@@ -18,7 +18,7 @@ What etcd does that a reader must not notice:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 import grpc.aio
@@ -57,7 +57,7 @@ def key_value(kv: pb.KeyValue) -> KeyValue:
 
 async def watch(
     connection: EtcdConnection, prefix: str, after_revision: int, patience: Patience
-) -> AsyncIterator[WatchBatch]:
+) -> AsyncGenerator[WatchBatch, None]:
     """`Store.watch`. A batch with `connected=False` says that the stream broke, one with True that it is back."""
     position = after_revision
     pause, broken = FIRST_PAUSE_SECONDS, False

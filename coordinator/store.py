@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from attrs import field, frozen
@@ -153,9 +153,9 @@ class Store(Protocol):
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """Applies all writes if all compares hold. Never retried inside. No key may be written twice."""
 
-    def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Every change under `prefix` with a revision greater than `after_revision`, for ever; resumes by itself
-        after a broken connection. Raises `Compacted`."""
+        after a broken connection. Raises `Compacted`. Who leaves it early closes it (`contextlib.aclosing`)."""
 
     async def grant_lease(self, ttl_seconds: int) -> int:
         """A new lease id."""
@@ -223,7 +223,7 @@ class MemoryStore:
         self._apply(writes)
         return TxnResult(True, self._revision)
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
+    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
         wakeup = asyncio.Event()
         self._wakeups.add(wakeup)
         position = after_revision
