@@ -118,7 +118,7 @@ AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest,
 
 @frozen
 class EtcdSettings:
-    """Where etcd is and how to log in. `ca`, `cert` and `key` are paths of PEM files, read when a connection is made.
+    """Where etcd is and how to log in. `ca_file`, `cert_file` and `key_file` are paths of PEM files, read when a connection is made.
 
     All members' certificates must be valid for `server_name` (by default the host of the first endpoint), since the
     connection chooses among members by address. `timeout_seconds` is the deadline of one call.
@@ -126,9 +126,9 @@ class EtcdSettings:
 
     endpoints: tuple[tuple[str, int], ...] = (("127.0.0.1", DEFAULT_PORT),)
     tls: bool = False
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
     server_name: str = ""
     user: str = ""
     password: str = field(default="", repr=False)
@@ -137,15 +137,15 @@ class EtcdSettings:
     def __attrs_post_init__(self) -> None:
         if not self.endpoints:
             raise ValueError("etcd: at least one endpoint is needed")
-        if bool(self.cert) != bool(self.key):
-            raise ValueError("etcd: cert and key are given together or not at all")
-        if (self.ca or self.cert) and not self.tls:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("etcd: cert_file and key_file are given together or not at all")
+        if (self.ca_file or self.cert_file) and not self.tls:
             raise ValueError("etcd: certificates need https:// endpoints")
         if self.timeout_seconds <= 0:
             raise ValueError(f"etcd: timeout_seconds must be above 0, not {self.timeout_seconds}")
 
     @classmethod
-    def parse(cls, urls: str, **options: Any) -> EtcdSettings:
+    def from_url(cls, urls: str, **options: Any) -> EtcdSettings:
         """From "http://host:2379,http://..." or https; the scheme may be left out (http), and so may the port (2379).
         `options` are the other fields. A user and password in a URL are taken. Raises `ValueError`."""
         parsed = [
@@ -341,7 +341,7 @@ class EtcdConnection:
         try:
             ca, key, cert = (
                 Path(path).read_bytes() if path else None
-                for path in (self.settings.ca, self.settings.key, self.settings.cert)
+                for path in (self.settings.ca_file, self.settings.key_file, self.settings.cert_file)
             )
         except OSError as error:
             raise StoreUnavailable(f"etcd: a certificate file cannot be read: {error}") from error
