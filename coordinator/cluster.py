@@ -1,0 +1,347 @@
+"""The state of the cluster: a fold over events, and snapshots of it.
+
+`apply` is the only way it changes, and it never raises on odd input: one bad record must not stop a cluster. Free
+capacity is derived from the allocations of live jobs (`coordinator.nodes`), anew for a node whenever something about
+it changed. A snapshot shares its mappings with the state; the first change after it copies what it touches.
+
+What is applied before the first snapshot is the initial listing: only then do stored usage hours count.
+
+Events of different folders may come out of order, since each folder has its own watch: a record that is older than
+the newest one seen of the same job is ignored (LK-7).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from coordinator import model
+from coordinator.lifecycle import due_ms, is_restless
+from coordinator.machines import Machines
+from coordinator.model import Job, Task, Tenant, UsageHour
+from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
+from coordinator.usage import UsageLedger, Use
+
+__all__ = ["Cluster", "Snapshot"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Shared(Generic[K, V]):
+    """A dict that snapshots may look into: it is copied before the first change after it was lent."""
+
+    def __init__(self) -> None:
+        self.now: dict[K, V] = {}
+        self._is_lent = False
+
+    def lend(self) -> Mapping[K, V]:
+        self._is_lent = True
+        return MappingProxyType(self.now)
+
+    def own(self) -> dict[K, V]:
+        if self._is_lent:
+            self.now = dict(self.now)
+            self._is_lent = False
+        return self.now
+
+
+class Cluster:
+    """`revision` is set by whoever folds. With `keep_done` ended jobs are kept too, for readers."""
+
+    def __init__(self, settings: ClusterSettings, keep_done: bool = False) -> None:
+        self.revision = 0
+        self._settings = settings
+        self._keep_done = keep_done
+        self._is_listing = True
+        self._jobs: _Shared[str, Job] = _Shared()
+        self._waiting: _Shared[str, Job] = _Shared()
+        self._done: _Shared[str, Job] = _Shared()
+        self._lines: _Shared[str, dict[LineKey, tuple[Job, ...]]] = _Shared()
+        self._fresh_lines: dict[str, dict[LineKey, list[Job]]] = {}
+        self._revisions: _Shared[str, int] = _Shared()
+        self._tasks: _Shared[tuple[str, int], Mapping[int, Task]] = _Shared()
+        self._grants: _Shared[tuple[str, int], Mapping[str, bool]] = _Shared()
+        self._tenants: _Shared[str, Tenant] = _Shared()
+        self._held: _Shared[str, Use] = _Shared()
+        self._machines = Machines(settings)
+        self._ledger = UsageLedger(1000 * settings.fairness.window_seconds)
+        self._past: list[UsageHour] = []
+        self._restless: set[str] = set()
+        self._due: list[tuple[int, str]] = []
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def live_jobs(self) -> Mapping[str, Job]:
+        """Jobs that hold slices. A view of now, for whoever reads at once."""
+        return MappingProxyType(self._jobs.now)
+
+    @property
+    def waiting_jobs(self) -> Mapping[str, Job]:
+        return MappingProxyType(self._waiting.now)
+
+    @property
+    def done_jobs(self) -> Mapping[str, Job]:
+        """Ended jobs, where they are kept."""
+        return MappingProxyType(self._done.now)
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        return MappingProxyType(self._tenants.now)
+
+    def tasks_of(self, job: str, attempt: int) -> Mapping[int, Task]:
+        return self._tasks.now.get((job, attempt), {})
+
+    def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
+        """The usage records that have changed since the last call, for the leader to write."""
+        self._end_listing()
+        return self._ledger.hours(now_ms)
+
+    def snapshot(self, now_ms: int) -> Snapshot:
+        self._end_listing()
+        nodes, lost_jobs, node_due_ms = self._machines.views(now_ms)
+        next_due_ms = self._next_due(now_ms)
+        return Snapshot(
+            revision=self.revision,
+            now_ms=now_ms,
+            settings=self._settings,
+            nodes=nodes,
+            jobs=self._jobs.lend(),
+            waiting_jobs=self._waiting.lend(),
+            lines=self._lend_lines(),
+            done=self._done.lend(),
+            tenants=self._tenants.lend(),
+            tasks=self._tasks.lend(),
+            grants=self._grants.lend(),
+            job_revisions=self._revisions.lend(),
+            held=self._held.lend(),
+            usage=self._ledger.window(now_ms),
+            restless=frozenset(self._restless | lost_jobs),
+            unreadable=self._machines.unreadable_keys,
+            next_due_ms=min((t for t in (next_due_ms, node_due_ms) if t is not None), default=None),
+        )
+
+    # --- changing ------------------------------------------------------------------------------------------------
+
+    def apply(self, event: model.Event, now_ms: int) -> None:
+        """Takes in one event. `now_ms` is the time of the coordinator, never one from a record."""
+        fold = _FOLDS.get(type(event))
+        if fold is not None:
+            fold(self, event, now_ms)
+
+    def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
+        job = event.job
+        if event.revision < self._revisions.now.get(job.id, 0):
+            return
+        self._revisions.own()[job.id] = event.revision
+        for folder in ("queue", "jobs", "done"):
+            self._machines.readable((folder, job.id))
+        before = self._jobs.now.get(job.id)
+        if before is not None and job.allocation == before.allocation:
+            # It holds what it held: nothing is charged twice.
+            self._restless.discard(job.id)
+            self._jobs.own()[job.id] = job
+            self._machines.hold(job)
+            self._look_at(job)
+            return
+        self._forget_job(job.id, now_ms)
+        if job.state.is_final:
+            if self._keep_done:
+                self._done.own()[job.id] = job
+        elif job.allocation is not None:
+            self._hold(job, now_ms)
+        else:
+            self._queue(job)
+
+    def _job_gone(self, event: model.JobGone, now_ms: int) -> None:
+        self._machines.readable((event.folder, event.id))
+        folder = {"queue": self._waiting, "jobs": self._jobs, "done": self._done}.get(event.folder)
+        is_here = folder is not None and event.id in folder.now
+        is_elsewhere = any(event.id in f.now for f in (self._waiting, self._jobs, self._done))
+        if is_here:
+            self._forget_job(event.id, now_ms)
+        if is_here or (event.folder == "done" and not is_elsewhere):
+            self._revisions.own().pop(event.id, None)
+
+    def _forget_job(self, id: str, now_ms: int) -> None:
+        self._restless.discard(id)
+        if id in self._done.now:
+            del self._done.own()[id]
+        if id in self._waiting.now:
+            job = self._waiting.own().pop(id)
+            self._line(job, lambda line: _remove(line, job))
+        if id in self._jobs.now:
+            job = self._jobs.own().pop(id)
+            self._machines.free(job)
+            self._charge(job, now_ms, -1)
+
+    def _queue(self, job: Job) -> None:
+        self._waiting.own()[job.id] = job
+        self._line(job, lambda line: insort(line, job, key=_age))
+        waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
+        heapq.heappush(self._due, (waited_ms, job.id))
+        if job.not_before_ms:
+            heapq.heappush(self._due, (job.not_before_ms, job.id))
+
+    def _hold(self, job: Job, now_ms: int) -> None:
+        assert job.allocation is not None
+        self._jobs.own()[job.id] = job
+        self._machines.hold(job)
+        self._charge(job, min(now_ms, job.allocation.allocated_at_ms), 1)
+        self._look_at(job)
+
+    def _charge(self, job: Job, at_ms: int, times: int) -> None:
+        allocation = job.allocation
+        if allocation is None:
+            return
+        use = Use().plus(Use(allocation.compute_milli, allocation.memory_mib), times)
+        held = self._held.own()
+        held[job.tenant] = held.get(job.tenant, Use()).plus(use)
+        if held[job.tenant] == Use():
+            del held[job.tenant]
+        if not self._is_listing:
+            self._ledger.change(job.tenant, at_ms, use)
+
+    def _look_at(self, job: Job) -> None:
+        tasks = self.tasks_of(job.id, job.attempt)
+        if is_restless(job, tasks):
+            self._restless.add(job.id)
+        due = due_ms(job, tasks, self._settings)
+        if due is not None:
+            heapq.heappush(self._due, (due, job.id))
+
+    def _task_seen(self, event: model.TaskSeen, now_ms: int) -> None:
+        task = event.task
+        key = (task.job, task.attempt)
+        self._tasks.own()[key] = {**self._tasks.now.get(key, {}), task.task: task}
+        self._machines.task_seen(task, now_ms)
+        job = self._jobs.now.get(task.job)
+        if job is not None and job.attempt == task.attempt:
+            self._look_at(job)
+
+    def _task_gone(self, event: model.TaskGone, now_ms: int) -> None:
+        key = (event.job, event.attempt)
+        left = {n: task for n, task in self._tasks.now.get(key, {}).items() if n != event.task}
+        if left:
+            self._tasks.own()[key] = left
+        else:
+            self._tasks.own().pop(key, None)
+
+    def _tenant_seen(self, event: model.TenantSeen, now_ms: int) -> None:
+        self._tenants.own()[event.tenant.name] = event.tenant
+
+    def _tenant_gone(self, event: model.TenantGone, now_ms: int) -> None:
+        self._tenants.own().pop(event.name, None)
+
+    def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:
+        key = (event.job, event.attempt)
+        self._grants.own()[key] = {**self._grants.now.get(key, {}), event.node: event.stopping}
+        self._machines.grant_seen(event.node, event.job, event.attempt)
+
+    def _grant_gone(self, event: model.GrantGone, now_ms: int) -> None:
+        key = (event.job, event.attempt)
+        left = {n: s for n, s in self._grants.now.get(key, {}).items() if n != event.node}
+        if left:
+            self._grants.own()[key] = left
+        else:
+            self._grants.own().pop(key, None)
+        self._machines.grant_gone(event.node, event.job, event.attempt)
+
+    def _usage_seen(self, event: model.UsageSeen, now_ms: int) -> None:
+        if self._is_listing:
+            self._past.append(event.usage)
+
+    def _machine_event(self, event: model.Event, now_ms: int) -> None:
+        self._machines.apply(event, now_ms)
+
+    def _end_listing(self) -> None:
+        """Stored hours supply the past; live jobs count from where their tenant's hours end."""
+        if not self._is_listing:
+            return
+        self._is_listing = False
+        until: dict[str, int] = {}
+        for hour in self._past:
+            until[hour.tenant] = max(until.get(hour.tenant, 0), hour.until_ms)
+            self._ledger.past(hour)
+        self._past.clear()
+        for job in self._jobs.now.values():
+            if job.allocation is not None:
+                use = Use(job.allocation.compute_milli, job.allocation.memory_mib)
+                start_ms = max(job.allocation.allocated_at_ms, until.get(job.tenant, 0))
+                self._ledger.change(job.tenant, start_ms, use)
+
+    def _line(self, job: Job, change: Callable[[list[Job]], None]) -> None:
+        lines = self._fresh_lines.setdefault(job.tenant, {})
+        key = LineKey(job.spec.priority, shape_of(job.spec))
+        if key not in lines:
+            lines[key] = list(self._lines.now.get(job.tenant, {}).get(key, ()))
+        change(lines[key])
+
+    def _lend_lines(self) -> Mapping[str, Mapping[LineKey, tuple[Job, ...]]]:
+        """Freezes the lines that changed since the last snapshot; all others are shared with it."""
+        for tenant, changed in self._fresh_lines.items():
+            lines = dict(self._lines.now.get(tenant, {}))
+            for key, jobs in changed.items():
+                lines[key] = tuple(jobs)
+                if not jobs:
+                    del lines[key]
+            self._lines.own()[tenant] = lines
+            if not lines:
+                del self._lines.own()[tenant]
+        self._fresh_lines.clear()
+        return self._lines.lend()
+
+    def _next_due(self, now_ms: int) -> int | None:
+        """The next moment that concerns a job which is still there. What is due now is looked at in this snapshot."""
+        while self._due:
+            at_ms, id = self._due[0]
+            if id not in self._jobs.now and id not in self._waiting.now:
+                heapq.heappop(self._due)
+            elif at_ms > now_ms:
+                return at_ms
+            else:
+                heapq.heappop(self._due)
+                job = self._jobs.now.get(id)
+                if job is None:
+                    continue
+                again_ms = due_ms(job, self.tasks_of(id, job.attempt), self._settings)
+                if again_ms is not None and again_ms > now_ms:
+                    heapq.heappush(self._due, (again_ms, id))
+                elif again_ms is not None:
+                    self._restless.add(id)
+        return None
+
+
+def _age(job: Job) -> tuple[int, str]:
+    return job.submitted_at_ms, job.id
+
+
+def _remove(line: list[Job], job: Job) -> None:
+    place = bisect_left(line, _age(job), key=_age)
+    if place < len(line) and line[place].id == job.id:
+        del line[place]
+
+
+_FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {
+    model.JobSeen: Cluster._job_seen,  # type: ignore[dict-item]
+    model.JobGone: Cluster._job_gone,  # type: ignore[dict-item]
+    model.TaskSeen: Cluster._task_seen,  # type: ignore[dict-item]
+    model.TaskGone: Cluster._task_gone,  # type: ignore[dict-item]
+    model.TenantSeen: Cluster._tenant_seen,  # type: ignore[dict-item]
+    model.TenantGone: Cluster._tenant_gone,  # type: ignore[dict-item]
+    model.GrantSeen: Cluster._grant_seen,  # type: ignore[dict-item]
+    model.GrantGone: Cluster._grant_gone,  # type: ignore[dict-item]
+    model.UsageSeen: Cluster._usage_seen,  # type: ignore[dict-item]
+    model.InventorySeen: Cluster._machine_event,
+    model.InventoryGone: Cluster._machine_event,
+    model.ReportSeen: Cluster._machine_event,
+    model.ReportGone: Cluster._machine_event,
+    model.AdminSeen: Cluster._machine_event,
+    model.AdminGone: Cluster._machine_event,
+    model.RecordUnreadable: Cluster._machine_event,
+}
+

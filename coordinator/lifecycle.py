@@ -1,0 +1,317 @@
+"""The states of a job, the one table of transitions between them, and what has to be written now.
+
+                      +-------------------- back off, try again ---------------------+
+                      v                                                              |
+    submit -> PENDING ---> ALLOCATED ---> STARTING ---> RUNNING ---> SUCCEEDED       |
+                 |             |              |            +-------> FAILED <---+    |
+                 |             +--------------+------------+                    |    |
+                 |             v              v            v                    |    |
+                 |         EVICTING ------- LOST ----------+--------------------+----+
+                 |             |              |
+                 |             v              v
+                 +-----> CANCELLING ---> CANCELLED
+
+STARTING and RUNNING are read from the task records (`shown_state`) and never written: in the store a job goes from
+ALLOCATED to wherever its tasks ended. `settle` is a function of the snapshot alone, so every leader comes to the same
+end, and doing it twice is harmless. Slices are freed only by an end that the nodes have confirmed, or with a node
+that is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from attrs import evolve, frozen
+
+from coordinator.endings import Ending, ending, is_bad_end, ran_ms
+from coordinator.model import Allocation, Happening, Job, JobState, Task, TaskState
+from coordinator.nodes import NodeStatus
+from coordinator.snapshot import ClusterSettings, Snapshot
+from vgpu.reasons import Reason, ReasonCode
+
+S = JobState
+
+EDGES: Mapping[JobState, Mapping[JobState, str]] = {
+    S.PENDING: {
+        S.ALLOCATED: "a plan that placed it was committed",
+        S.CANCELLED: "cancelled while it waited: it holds nothing that would have to end first",
+        S.FAILED: "it was ended by an administrator, or what it needs is gone for good",
+    },
+    S.ALLOCATED: {
+        S.STARTING: "the first node began to start a task",
+        S.RUNNING: "the nodes were first seen when all tasks ran already",
+        S.SUCCEEDED: "the nodes were first seen when all tasks had ended well",
+        S.FAILED: "it could not be started and may not be tried again",
+        S.PENDING: "it could not be started and is tried again",
+        S.EVICTING: "its slices are wanted back",
+        S.CANCELLING: "its user asked for its end",
+        S.LOST: "a node of it is given up",
+    },
+    S.STARTING: {
+        S.RUNNING: "every task has started",
+        S.SUCCEEDED: "every task ended well before it was seen running",
+        S.FAILED: "a task ended badly, and no retry is left",
+        S.PENDING: "a task ended badly or could not be started, and it is tried again",
+        S.EVICTING: "its slices are wanted back",
+        S.CANCELLING: "its user asked for its end",
+        S.LOST: "a node of it is given up",
+    },
+    S.RUNNING: {
+        S.SUCCEEDED: "every task ended with exit code 0",
+        S.FAILED: "a task ended badly, or the time limit was reached, and no retry is left",
+        S.PENDING: "a task ended badly, and a retry is left",
+        S.EVICTING: "its slices are wanted back",
+        S.CANCELLING: "its user asked for its end",
+        S.LOST: "a node of it is given up",
+    },
+    S.EVICTING: {
+        S.PENDING: "its end is confirmed, so it waits again as the next attempt",
+        S.SUCCEEDED: "every task had ended well before the stop reached it",
+        S.CANCELLING: "its user asked for its end meanwhile",
+        S.LOST: "a node of it was given up meanwhile",
+        S.FAILED: "a node of it was given up meanwhile, and no retry is left",
+    },
+    S.CANCELLING: {
+        S.CANCELLED: "the end of every task is confirmed, or its node is given up",
+        S.SUCCEEDED: "every task had ended well before the stop reached it",
+    },
+    S.LOST: {
+        S.PENDING: "the rest of it has ended and a retry is left",
+        S.FAILED: "the rest of it has ended and no retry is left",
+        S.CANCELLING: "its user asked for its end meanwhile",
+        S.CANCELLED: "cancelled, and nothing of it is left to end",
+    },
+    S.SUCCEEDED: {},
+    S.FAILED: {},
+    S.CANCELLED: {},
+}
+
+
+class IllegalTransition(Exception):
+    """A job was about to take an edge that is not in the table: a fault of the coordinator."""
+
+    def __init__(self, before: JobState, after: JobState) -> None:
+        super().__init__(f"a job does not go from {before.value} to {after.value}")
+        self.before = before
+        self.after = after
+
+
+@frozen
+class Transition:
+    """What must be written now. `stop`: the grants of the attempt must ask the nodes to end it, for `after.stop`."""
+
+    before: Job
+    after: Job
+    stop: bool = False
+
+
+def check(before: JobState, after: JobState) -> None:
+    """Raises `IllegalTransition`. Staying in a state is no transition."""
+    if before is not after and after not in EDGES[before]:
+        raise IllegalTransition(before, after)
+
+
+def shown_state(job: Job, tasks: Iterable[Task]) -> JobState:
+    """The state that users see: RUNNING once every task has started, STARTING from the first sign of one. Isolation
+    steps alone (PREPARED) leave it ALLOCATED: nothing of the user runs yet."""
+    if job.state is not S.ALLOCATED or job.allocation is None:
+        return job.state
+    seen = {task.task: task.state for task in tasks if task.job == job.id and task.attempt == job.attempt}
+    begun = {n for n, state in seen.items() if state is not TaskState.PREPARED}
+    if not begun:
+        return S.ALLOCATED
+    started = {n for n in begun if seen[n] is not TaskState.STARTING}
+    return S.RUNNING if {placed.task for placed in job.allocation.tasks} <= started else S.STARTING
+
+
+def allocated(job: Job, allocation: Allocation) -> Job:
+    """The record of a waiting job once it holds `allocation`."""
+    return _moved(job, S.ALLOCATED, allocation.allocated_at_ms, allocation.placed, allocation=allocation)
+
+
+def cancelled(job: Job, now_ms: int, reason: Reason | None = None) -> Job:
+    """The record of a job whose end was asked for: final at once where it holds nothing. A no-op in a final state,
+    and where a cancel was asked for already (CT-1)."""
+    if job.state.is_final or job.state is S.CANCELLING:
+        return job
+    reason = reason or Reason(ReasonCode.CANCELLED_BY_USER)
+    if job.allocation is None:
+        return _moved(job, S.CANCELLED, now_ms, reason, ended_at_ms=now_ms)
+    return _moved(job, S.CANCELLING, now_ms, reason)
+
+
+def settle(snapshot: Snapshot) -> tuple[Transition, ...]:
+    """What must be written now, in the order of job ids: ends, requeues, stops, nodes given up, time limits."""
+    jobs = (snapshot.jobs[id] for id in sorted(snapshot.restless) if id in snapshot.jobs)
+    return tuple(t for job in jobs if (t := settle_job(job, snapshot)) is not None)
+
+
+def settle_job(job: Job, snapshot: Snapshot) -> Transition | None:
+    """What one live job needs now; None for most."""
+    if job.allocation is None:
+        return None
+    tasks = snapshot.tasks_of(job)
+    lost = {node for node in job.allocation.nodes if _status(node, snapshot) is NodeStatus.LOST}
+    if all(_is_over(tasks.get(placed.task)) or placed.node in lost for placed in job.allocation.tasks):
+        return _ended(job, tasks, lost, snapshot)
+    if job.stop is not None:
+        return _unconfirmed(job, snapshot)
+    reason = _why_stop(job, tasks, lost, snapshot)
+    if reason is None:
+        return None
+    after = evolve(
+        job,
+        stop=reason,
+        history=(*job.history, Happening(job.state, snapshot.now_ms, job.attempt, reason)),
+    )
+    return Transition(job, after, stop=True)
+
+
+def is_restless(job: Job, tasks: Mapping[int, Task]) -> bool:
+    """Whether a live job may have to be settled for another reason than time or a lost node."""
+    ended = any(task.state is TaskState.EXITED for task in tasks.values())
+    return ended or job.state is not S.ALLOCATED or job.stop is not None
+
+
+def due_ms(job: Job, tasks: Mapping[int, Task], settings: ClusterSettings) -> int | None:
+    """When time alone next changes something about a live job that nobody has asked to stop."""
+    if job.allocation is None:
+        return None
+    if job.stop is not None:
+        return _stop_asked_ms(job) + 1000 * settings.stop_deadline_seconds
+    due = []
+    started_ms = _started_ms(job, tasks)
+    if job.spec.max_runtime_seconds is not None and started_ms is not None:
+        due.append(started_ms + 1000 * job.spec.max_runtime_seconds - job.ran_ms)
+    if _starting(job, tasks):
+        due.append(job.allocation.allocated_at_ms + 1000 * settings.launch_deadline_seconds)
+    return min(due, default=None)
+
+
+def _status(node: str, snapshot: Snapshot) -> NodeStatus:
+    view = snapshot.nodes.get(node)
+    return view.status if view is not None else NodeStatus.UNKNOWN
+
+
+def _is_over(task: Task | None) -> bool:
+    return task is not None and task.state is TaskState.EXITED and task.released
+
+
+def _started_ms(job: Job, tasks: Mapping[int, Task]) -> int | None:
+    """When the first task of the attempt began to run. A node's clock may be ahead or behind (LE-1): nothing can have
+    started before it was allocated."""
+    started = [task.started_at_ms for task in tasks.values() if task.started_at_ms is not None]
+    if not started or job.allocation is None:
+        return None
+    return max(min(started), job.allocation.allocated_at_ms)
+
+
+def _starting(job: Job, tasks: Mapping[int, Task]) -> list[str]:
+    """Nodes of the tasks that have not come to run yet."""
+    placed = job.allocation.tasks if job.allocation else ()
+    begun = {n for n, task in tasks.items() if task.state in (TaskState.RUNNING, TaskState.EXITED)}
+    return [placement.node for placement in placed if placement.task not in begun]
+
+
+def _why_stop(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapshot) -> Reason | None:
+    assert job.allocation is not None
+    if job.state is S.CANCELLING:
+        return job.reason or Reason(ReasonCode.CANCELLED_BY_USER)
+    if job.state is S.EVICTING:
+        return job.reason or Reason(ReasonCode.EVICTED)
+    if lost:
+        return Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
+    bad = [n for n, task in sorted(tasks.items()) if is_bad_end(task)]
+    if bad and len(job.allocation.tasks) > 1:
+        return Reason(ReasonCode.SIBLING_FAILED, {"task": bad[0]})
+    limit, now_ms = job.spec.max_runtime_seconds, snapshot.now_ms
+    started_ms = _started_ms(job, tasks)
+    if limit is not None and started_ms is not None and now_ms - started_ms + job.ran_ms >= 1000 * limit:
+        return Reason(ReasonCode.TIME_LIMIT, {"limit_seconds": limit})
+    waited_ms = now_ms - job.allocation.allocated_at_ms
+    deadline_seconds = snapshot.settings.launch_deadline_seconds
+    # A node that is silent may have started it long ago; it is given its time to come back (EX-7).
+    silent = any(_status(node, snapshot) is not NodeStatus.READY for node in _starting(job, tasks))
+    if _starting(job, tasks) and not silent and waited_ms >= 1000 * deadline_seconds:
+        return Reason(ReasonCode.LAUNCH_DEADLINE, {"limit_seconds": deadline_seconds})
+    return None
+
+
+def _stop_asked_ms(job: Job) -> int:
+    """When the nodes were asked to end the present attempt."""
+    for happening in reversed(job.history):
+        if happening.attempt == job.attempt and happening.reason == job.stop:
+            return happening.at_ms
+    return job.allocation.allocated_at_ms if job.allocation else job.queued_at_ms
+
+
+def _unconfirmed(job: Job, snapshot: Snapshot) -> Transition | None:
+    """A stop that nobody confirms is said, and the slices stay with the job: what is not known to be free is not."""
+    deadline_seconds = snapshot.settings.stop_deadline_seconds
+    is_late = snapshot.now_ms - _stop_asked_ms(job) >= 1000 * deadline_seconds
+    if not is_late or (job.reason is not None and job.reason.code is ReasonCode.STOP_UNCONFIRMED):
+        return None
+    assert job.allocation is not None
+    reason = Reason(ReasonCode.STOP_UNCONFIRMED, {"limit_seconds": deadline_seconds}, job.allocation.nodes)
+    return Transition(job, evolve(job, reason=reason))
+
+
+def _ended(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapshot) -> Transition:
+    end = ending(job, tasks, lost, _stop_asked_ms(job), snapshot.settings)
+    ran = job.ran_ms + ran_ms(job, tasks, snapshot.now_ms)
+    happened = job
+    if lost and job.state not in (S.CANCELLING, S.LOST):
+        happened = _moved(
+            job, S.LOST, snapshot.now_ms, Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
+        )
+    if end.state is S.PENDING:
+        return Transition(job, _queued_again(happened, end, ran, snapshot))
+    ended = [task.ended_at_ms for task in tasks.values() if task.ended_at_ms is not None]
+    assert job.allocation is not None
+    ended_ms = snapshot.now_ms
+    if ended and not lost:
+        ended_ms = min(snapshot.now_ms, max(*ended, job.allocation.allocated_at_ms))
+    after = _moved(
+        happened,
+        end.state,
+        snapshot.now_ms,
+        end.reason,
+        allocation=None,
+        stop=None,
+        exit_code=end.exit_code,
+        started_at_ms=_started_ms(job, tasks) or job.started_at_ms,
+        ended_at_ms=ended_ms,
+        ran_ms=ran,
+        failures=job.failures + end.used_retry,
+    )
+    return Transition(job, after)
+
+
+def _queued_again(job: Job, end: Ending, ran: int, snapshot: Snapshot) -> Job:
+    return _moved(
+        job,
+        S.PENDING,
+        snapshot.now_ms,
+        end.reason,
+        attempt=job.attempt + 1,
+        allocation=None,
+        stop=None,
+        exit_code=None,
+        started_at_ms=None,
+        ran_ms=ran,
+        failures=job.failures + end.used_retry,
+        queued_at_ms=snapshot.now_ms,
+        not_before_ms=snapshot.now_ms + end.back_off_ms,
+    )
+
+
+def _moved(job: Job, state: JobState, at_ms: int, reason: Reason | None, **changes: object) -> Job:
+    check(job.state, state)
+    happening = Happening(state, at_ms, job.attempt, reason)
+    fields: dict[str, object] = {
+        "state": state,
+        "reason": reason,
+        "history": (*job.history, happening),
+        **changes,
+    }
+    return evolve(job, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,242 @@
+"""The nodes of the cluster as they change: records, silence, claims on GPUs, and what live jobs hold on each.
+
+Owned by one `Cluster`. A node's view is made anew only after something about it changed; a silent node's also as
+time passes. A node is known as long as any record, grant or live job names it, so that use never vanishes with a
+record of the node (DA-6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from attrs import define, field
+
+from coordinator import model
+from coordinator.model import Job, NodeAdmin, Task, TaskState
+from coordinator.nodes import NodeFacts, NodeStatus, NodeView, Use, view_node
+from coordinator.snapshot import ClusterSettings
+from vgpu.inventory import NodeInventory, NodeReport
+from vgpu.topology import NodeTopology, node_topology
+
+# What a record that cannot be read was: (folder, name in it).
+RecordId = tuple[str, str]
+
+
+@define
+class _Machine:
+    """`missing_since_ms` counts from when this coordinator first saw no report: a new leader gives every node its
+    full grace (LE-3)."""
+
+    name: str
+    inventory: NodeInventory | None = None
+    report: NodeReport | None = None
+    admin: NodeAdmin | None = None
+    topology: NodeTopology | None = None
+    missing_since_ms: int | None = None
+    jobs: dict[str, Job] = field(factory=dict)
+    grants: set[tuple[str, int]] = field(factory=set)
+    released: dict[str, int] = field(factory=dict)
+
+    @property
+    def is_forgotten(self) -> bool:
+        records = (self.inventory, self.report, self.admin)
+        return not self.jobs and not self.grants and all(record is None for record in records)
+
+
+class Machines:
+    """See the module. Every method that changes something marks the nodes whose views it made stale."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._machines: dict[str, _Machine] = {}
+        self._stale: set[str] = set()
+        self._views: dict[str, NodeView] = {}
+        self._claims: dict[str, set[str]] = {}
+        self._topologies: dict[NodeTopology, NodeTopology] = {}
+        self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
+
+    @property
+    def unreadable_keys(self) -> tuple[str, ...]:
+        return tuple(sorted(key for key, _ in self._unreadable.values()))
+
+    def views(self, now_ms: int) -> tuple[Mapping[str, NodeView], frozenset[str], int | None]:
+        """All nodes, the live jobs on nodes that are given up, and when time alone next changes a node."""
+        lost_ms = 1000 * self._settings.lost_seconds
+        silent = [m for m in self._machines.values() if m.report is None]
+        for machine in silent:
+            if machine.missing_since_ms is None:
+                machine.missing_since_ms = now_ms
+        self._mark_silent(silent, now_ms, lost_ms)
+        if self._stale:
+            self._views = dict(self._views)
+            for name in self._stale:
+                self._view(name, now_ms, lost_ms)
+            self._stale = set()
+        silent = [m for m in silent if m.name in self._views]
+        lost = [m for m in silent if self._views[m.name].status is NodeStatus.LOST]
+        lost_jobs = frozenset(id for machine in lost for id in machine.jobs)
+        due = [(m.missing_since_ms or 0) + lost_ms for m in silent]
+        return MappingProxyType(self._views), lost_jobs, min((at for at in due if at > now_ms), default=None)
+
+    def apply(self, event: model.Event, now_ms: int) -> None:
+        if isinstance(event, model.InventorySeen):
+            self._inventory(event.inventory.node, event.inventory, now_ms)
+        elif isinstance(event, model.InventoryGone):
+            self._inventory(event.node, None, now_ms)
+        elif isinstance(event, model.ReportSeen):
+            self._report(event.report, now_ms)
+        elif isinstance(event, model.ReportGone):
+            machine = self._machine(event.node)
+            machine.report = None
+            machine.missing_since_ms = now_ms
+        elif isinstance(event, model.AdminSeen):
+            self._machine(event.admin.node).admin = event.admin
+        elif isinstance(event, model.AdminGone):
+            self._machine(event.node).admin = None
+        elif isinstance(event, model.RecordUnreadable):
+            self._record_unreadable(event)
+
+    def hold(self, job: Job) -> None:
+        for node in job.allocation.nodes if job.allocation else ():
+            self._machine(node).jobs[job.id] = job
+
+    def free(self, job: Job) -> None:
+        for node in job.allocation.nodes if job.allocation else ():
+            self._machine(node).jobs.pop(job.id, None)
+
+    def task_seen(self, task: Task, now_ms: int) -> None:
+        """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""
+        if task.state is TaskState.EXITED and task.released:
+            ended_ms = now_ms if task.ended_at_ms is None else task.ended_at_ms
+            self._machine(task.node).released[task.attempt_key] = ended_ms
+
+    def grant_seen(self, node: str, job: str, attempt: int) -> None:
+        self._machine(node).grants.add((job, attempt))
+        self.readable(("grants", f"{node}/{job}.{attempt}"))
+
+    def grant_gone(self, node: str, job: str, attempt: int) -> None:
+        self._machine(node).grants.discard((job, attempt))
+        self.readable(("grants", f"{node}/{job}.{attempt}"))
+
+    def readable(self, record: RecordId) -> None:
+        """The record can be read again, or is gone: the nodes that it closed open."""
+        if record in self._unreadable:
+            _, nodes = self._unreadable.pop(record)
+            self._stale.update(nodes, self._granted(record))
+
+    def _machine(self, name: str) -> _Machine:
+        self._stale.add(name)
+        if name not in self._machines:
+            self._machines[name] = _Machine(name)
+        return self._machines[name]
+
+    def _inventory(self, node: str, inventory: NodeInventory | None, now_ms: int) -> None:
+        machine = self._machine(node)
+        before = {gpu.uuid for gpu in machine.inventory.gpus} if machine.inventory else set()
+        after = {gpu.uuid for gpu in inventory.gpus} if inventory else set()
+        for uuid in before - after:
+            self._claims[uuid].discard(node)
+            self._stale |= self._claims[uuid]
+        for uuid in after - before:
+            self._claims.setdefault(uuid, set()).add(node)
+            self._stale |= self._claims[uuid]
+        machine.inventory = inventory
+        machine.topology = None
+        if inventory is not None:
+            topology = node_topology(inventory, self._settings.topology)
+            # Nodes of one build share one object, so that placement compares them at no cost.
+            machine.topology = self._topologies.setdefault(topology, topology)
+
+    def _report(self, report: NodeReport, now_ms: int) -> None:
+        machine = self._machine(report.node)
+        machine.report = report
+        machine.missing_since_ms = None
+        machine.released = {k: at for k, at in machine.released.items() if k in report.held}
+
+    def _record_unreadable(self, event: model.RecordUnreadable) -> None:
+        """DA-7. Which nodes a record is about stands in its key, in the grants of its job (they are written in one
+        transaction with it), and in what was read of it before. Its last readable form keeps what it holds."""
+        parts = event.key.strip("/").split("/")
+        if len(parts) < 3 or parts[1] not in ("queue", "jobs", "done", "grants"):
+            return
+        folder, rest = parts[1], parts[2:]
+        record = (folder, "/".join(rest) if folder == "grants" else rest[-1])
+        nodes = {rest[0]} if folder == "grants" else set()
+        if folder == "jobs":
+            nodes |= {machine.name for machine in self._machines.values() if record[1] in machine.jobs}
+        self._unreadable[record] = (event.key, frozenset(nodes))
+        for node in nodes | self._granted(record):
+            self._machine(node)
+
+    def _granted(self, record: RecordId) -> set[str]:
+        folder, name = record
+        if folder != "jobs":
+            return set()
+        return {m.name for m in self._machines.values() if any(job == name for job, _ in m.grants)}
+
+    def _closing(self, name: str) -> tuple[str, ...]:
+        if not self._unreadable:
+            return ()
+        return tuple(
+            sorted(
+                key
+                for record, (key, nodes) in self._unreadable.items()
+                if name in nodes or name in self._granted(record)
+            )
+        )
+
+    def _mark_silent(self, silent: list[_Machine], now_ms: int, lost_ms: int) -> None:
+        """Views of silent nodes age; when one is given up, its claim on GPUs ends too (ID-2)."""
+        for machine in silent:
+            self._stale.add(machine.name)
+            view = self._views.get(machine.name)
+            is_lost = now_ms - (machine.missing_since_ms or 0) >= lost_ms
+            if machine.inventory is not None and is_lost != (view and view.status is NodeStatus.LOST):
+                for gpu in machine.inventory.gpus:
+                    self._stale |= self._claims[gpu.uuid]
+
+    def _view(self, name: str, now_ms: int, lost_ms: int) -> None:
+        machine = self._machines[name]
+        if machine.is_forgotten:
+            del self._machines[name]
+            self._views.pop(name, None)
+            return
+        uses = [
+            Use(job, placement)
+            for job in machine.jobs.values()
+            if job.allocation
+            for placement in job.allocation.tasks
+            if placement.node == name
+        ]
+        facts = NodeFacts(
+            name=name,
+            inventory=machine.inventory,
+            report=machine.report,
+            admin=machine.admin,
+            topology=machine.topology,
+            missing_since_ms=machine.missing_since_ms,
+            unreadable=self._closing(name),
+            claimed_twice=self._claimed_twice(machine, now_ms, lost_ms),
+            released=machine.released,
+        )
+        self._views[name] = view_node(facts, uses, now_ms, lost_ms)
+
+    def _claimed_twice(self, machine: _Machine, now_ms: int, lost_ms: int) -> frozenset[str]:
+        if machine.inventory is None:
+            return frozenset()
+        return frozenset(
+            gpu.uuid
+            for gpu in machine.inventory.gpus
+            if len(self._claims[gpu.uuid]) > 1
+            and any(
+                other != machine.name and not self._is_lost(other, now_ms, lost_ms)
+                for other in self._claims[gpu.uuid]
+            )
+        )
+
+    def _is_lost(self, name: str, now_ms: int, lost_ms: int) -> bool:
+        machine = self._machines[name]
+        if machine.report is not None or machine.missing_since_ms is None:
+            return False
+        return now_ms - machine.missing_since_ms >= lost_ms

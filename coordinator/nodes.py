@@ -1,0 +1,266 @@
+"""What one node can still give: its inventory and report seen through the slices that live jobs hold on it.
+
+Owns the rule of what is free. Nothing here is stored: a view is derived anew from the node's records and the
+allocations on it whenever one of them changes, so that use can neither leak nor drift. What cannot be known to be
+free is not offered: a GPU with a process of an attempt that no live job accounts for, one that two nodes claim, one
+with a fault.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from coordinator.model import Job, NodeAdmin, TaskPlacement
+from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
+from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import Slice
+from vgpu.topology import Location, NodeTopology, location
+
+# What a driver and its persistence daemon keep on an idle GPU whose processes cannot be listed.
+DRIVER_CONTEXT_MIB = 512
+
+
+class NodeStatus(enum.Enum):
+    """UNKNOWN: has not reported in time, its jobs keep their slices. LOST: for so long that they are given up.
+    CLOSED: reports, but may not get new work."""
+
+    READY = "ready"
+    UNKNOWN = "unknown"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+@frozen
+class Use:
+    """One task of a live job on a node."""
+
+    job: Job
+    placement: TaskPlacement
+
+    @property
+    def attempt_key(self) -> str:
+        return f"{self.job.id}.{self.job.attempt}.{self.placement.task}"
+
+
+@frozen
+class Holding:
+    """A slice and who holds it."""
+
+    job: str
+    tenant: str
+    attempt: int
+    task: int
+    piece: Slice
+
+
+@frozen
+class GpuView:
+    """One GPU with what is on it. Free figures are 0 and never negative; `closed` says why nothing may be placed.
+    `foreign_memory_mib` is used by processes that are none of ours."""
+
+    gpu: Gpu
+    memory_free_mib: int
+    compute_free_milli: int
+    holdings: tuple[Holding, ...] = ()
+    foreign_memory_mib: int = 0
+    closed: Reason | None = None
+    report: GpuReport | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Open, with nobody on it: a whole-card job may have it."""
+        return self.closed is None and not self.holdings and self.foreign_memory_mib == 0
+
+
+@frozen
+class NodeFacts:
+    """The records of a node as they were last seen, and what the cluster knows about it beside them."""
+
+    name: str
+    inventory: NodeInventory | None = None
+    report: NodeReport | None = None
+    admin: NodeAdmin | None = None
+    topology: NodeTopology | None = None
+    missing_since_ms: int | None = None
+    unreadable: tuple[str, ...] = ()
+    claimed_twice: frozenset[str] = frozenset()
+    released: Mapping[str, int] = field(factory=dict)
+
+
+@frozen(eq=False)
+class NodeView:
+    """A node in a snapshot. `missing_since_ms`: when this coordinator first saw no report of it."""
+
+    name: str
+    inventory: NodeInventory | None
+    report: NodeReport | None
+    admin: NodeAdmin | None
+    topology: NodeTopology
+    status: NodeStatus
+    status_reason: Reason | None
+    missing_since_ms: int | None
+    labels: Mapping[str, str]
+    location: Location
+    gpus: tuple[GpuView, ...]
+    cpu_free_milli: int
+    memory_free_mib: int
+    uses: tuple[Use, ...]
+
+    @property
+    def is_cordoned(self) -> bool:
+        return self.admin is not None and self.admin.cordoned
+
+    @property
+    def cpu_milli(self) -> int:
+        return self.inventory.cpu_milli if self.inventory else 0
+
+    @property
+    def memory_mib(self) -> int:
+        return self.inventory.memory_mib if self.inventory else 0
+
+    @property
+    def gpu_memory_mib(self) -> int:
+        """All the GPU memory that the node could ever give out."""
+        return sum(view.gpu.memory_mib for view in self.gpus if not view.gpu.unavailable)
+
+
+_NO_TOPOLOGY = NodeTopology(())
+
+
+def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, Reason | None]:
+    """Silence comes before anything else: what a silent node would accept does not matter.
+
+    Only the time since this coordinator first missed the report counts (LE-1, LE-3), never the node's clock."""
+    if facts.report is None:
+        silent_ms = max(0, now_ms - (now_ms if facts.missing_since_ms is None else facts.missing_since_ms))
+        reason = Reason(ReasonCode.NODE_NOT_READY, {"silent_seconds": silent_ms // 1000}, (facts.name,))
+        return (NodeStatus.LOST if silent_ms >= lost_ms else NodeStatus.UNKNOWN), reason
+    if facts.unreadable:
+        return NodeStatus.CLOSED, Reason(ReasonCode.ALLOCATION_UNREADABLE, subjects=facts.unreadable)
+    if facts.inventory is None:
+        return NodeStatus.CLOSED, Reason(
+            ReasonCode.NODE_NOT_READY, subjects=(facts.name,), detail="no inventory"
+        )
+    return NodeStatus.READY, None
+
+
+def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) -> NodeView:
+    """Order of `uses` does not matter: equal input gives an equal view."""
+    ordered = tuple(sorted(uses, key=lambda use: (use.job.id, use.job.attempt, use.placement.task)))
+    status, reason = status_of(facts, now_ms, lost_ms)
+    inventory = facts.inventory
+    labels = dict(inventory.labels) if inventory else {}
+    if facts.admin is not None:
+        labels.update(facts.admin.labels)
+    cpu_milli = inventory.cpu_milli if inventory else 0
+    memory_mib = inventory.memory_mib if inventory else 0
+    return NodeView(
+        name=facts.name,
+        inventory=inventory,
+        report=facts.report,
+        admin=facts.admin,
+        topology=facts.topology or _NO_TOPOLOGY,
+        status=status,
+        status_reason=reason,
+        missing_since_ms=facts.missing_since_ms,
+        labels=labels,
+        location=location(labels),
+        gpus=_gpu_views(facts, ordered),
+        cpu_free_milli=max(0, cpu_milli - sum(use.placement.cpu_milli for use in ordered)),
+        memory_free_mib=max(0, memory_mib - sum(use.placement.memory_mib for use in ordered)),
+        uses=ordered,
+    )
+
+
+def _gpu_views(facts: NodeFacts, uses: Sequence[Use]) -> tuple[GpuView, ...]:
+    if facts.inventory is None:
+        return ()
+    holdings: dict[str, list[Holding]] = {}
+    for use in uses:
+        for piece in use.placement.slices:
+            holding = Holding(use.job.id, use.job.tenant, use.job.attempt, use.placement.task, piece)
+            holdings.setdefault(piece.gpu, []).append(holding)
+    reports = {report.uuid: report for report in facts.report.gpus} if facts.report else {}
+    held = _held_elsewhere(facts, uses)
+    return tuple(
+        _gpu_view(gpu, tuple(holdings.get(gpu.uuid, ())), reports, held, facts.claimed_twice)
+        for gpu in facts.inventory.gpus
+    )
+
+
+def _gpu_view(
+    gpu: Gpu,
+    holdings: tuple[Holding, ...],
+    reports: Mapping[str, GpuReport],
+    held: Mapping[str, tuple[str, ...]],
+    claimed_twice: frozenset[str],
+) -> GpuView:
+    report = reports.get(gpu.uuid)
+    foreign_mib, is_unknown = _foreign(report, bool(holdings) or gpu.uuid in held)
+    closed = _why_closed(gpu, reports, held, claimed_twice)
+    if closed is None and is_unknown:
+        closed = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.uuid,), detail="a process of unknown size")
+    used_mib = sum(holding.piece.memory_mib for holding in holdings) + foreign_mib
+    used_milli = sum(holding.piece.compute_milli for holding in holdings)
+    return GpuView(
+        gpu=gpu,
+        memory_free_mib=0 if closed else max(0, gpu.memory_mib - used_mib),
+        compute_free_milli=0 if closed else max(0, gpu.compute_milli - used_milli),
+        holdings=holdings,
+        foreign_memory_mib=foreign_mib,
+        closed=closed,
+        report=report,
+    )
+
+
+def _why_closed(
+    gpu: Gpu,
+    reports: Mapping[str, GpuReport],
+    held: Mapping[str, tuple[str, ...]],
+    claimed_twice: frozenset[str],
+) -> Reason | None:
+    if gpu.unavailable:
+        return Reason(ReasonCode.GPU_UNHEALTHY, subjects=(gpu.uuid,), detail=gpu.unavailable)
+    if gpu.uuid in claimed_twice:
+        return Reason(ReasonCode.GPU_CLAIMED_TWICE, subjects=(gpu.uuid,))
+    # A fault of a card is one of each MIG instance on it.
+    for uuid in {gpu.uuid, gpu.card}:
+        if uuid in reports and reports[uuid].fault:
+            return Reason(ReasonCode.GPU_UNHEALTHY, subjects=(gpu.uuid,), detail=reports[uuid].fault)
+    if gpu.uuid in held:
+        return Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.uuid, *held[gpu.uuid]))
+    return None
+
+
+def _held_elsewhere(facts: NodeFacts, uses: Sequence[Use]) -> dict[str, tuple[str, ...]]:
+    """GPU -> attempts that exist on it by the node's account, though no live job holds it for them (DA-9).
+
+    A report that is older than the confirmed end of an attempt says nothing about it any more, so that slices are
+    free at once and not only after the next report (LK-10)."""
+    if facts.report is None:
+        return {}
+    granted = {(use.attempt_key, piece.gpu) for use in uses for piece in use.placement.slices}
+    held: dict[str, list[str]] = {}
+    for attempt_key, uuids in facts.report.held.items():
+        if facts.released.get(attempt_key, -1) >= facts.report.at_ms:
+            continue
+        for uuid in uuids:
+            if (attempt_key, uuid) not in granted:
+                held.setdefault(uuid, []).append(attempt_key)
+    return {uuid: tuple(sorted(keys)) for uuid, keys in held.items()}
+
+
+def _foreign(report: GpuReport | None, is_ours: bool) -> tuple[int, bool]:
+    """(memory used by processes that are none of ours, whether there is one of unknown size)."""
+    if report is None:
+        return 0, False
+    if report.processes is None:
+        # Without a list of processes, use of a GPU where we have nobody must be somebody else's.
+        used_mib = report.memory_used_mib or 0
+        return (used_mib if not is_ours and used_mib > DRIVER_CONTEXT_MIB else 0), False
+    foreign = [process for process in report.processes if not process.attempt]
+    known = sum(process.memory_mib for process in foreign if process.memory_mib is not None)
+    return known, any(process.memory_mib is None for process in foreign)

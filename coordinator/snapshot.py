@@ -1,0 +1,152 @@
+"""The frozen input of one cycle: what the cluster looked like at one revision, with one `now`.
+
+Everything that a decision depends on stands in here. Waiting jobs stand in lines: those of one tenant, one priority
+and one shape, oldest first, since they are all answered alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from attrs import evolve, field, frozen
+
+from coordinator.model import Job, Task, Tenant
+from coordinator.nodes import NodeStatus, NodeView
+from coordinator.usage import Use
+from jobspecs.spec import JobSpec
+from vgpu.inventory import NodeInventory
+from vgpu.slices import SliceRequest
+from vgpu.topology import TopologyCosts
+
+
+class FairnessNumbers(Protocol):
+    """The part of the fairness settings that the state of the cluster depends on."""
+
+    @property
+    def window_seconds(self) -> int: ...
+    @property
+    def max_wait_seconds(self) -> int: ...
+
+
+class ClusterSettings(Protocol):
+    """What the core reads of `coordinator.config.Settings`, which stands above it."""
+
+    @property
+    def lost_seconds(self) -> int: ...
+    @property
+    def launch_deadline_seconds(self) -> int: ...
+    @property
+    def stop_deadline_seconds(self) -> int: ...
+    @property
+    def launch_retries(self) -> int: ...
+    @property
+    def back_off_seconds(self) -> int: ...
+    @property
+    def fairness(self) -> FairnessNumbers: ...
+    @property
+    def topology(self) -> TopologyCosts: ...
+
+
+@frozen(cache_hash=True)
+class TaskShape:
+    """What placement must know of `count` equal tasks."""
+
+    count: int
+    gpus: SliceRequest
+    cpu_milli: int
+    memory_mib: int
+
+
+@frozen(cache_hash=True)
+class Shape:
+    """What placement must know of a job: jobs of one shape get one answer. Tasks keep their order and numbers."""
+
+    tasks: tuple[TaskShape, ...]
+    constraints: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def task_count(self) -> int:
+        return sum(task.count for task in self.tasks)
+
+    @property
+    def gpu_count(self) -> int:
+        return sum(task.count * task.gpus.count for task in self.tasks)
+
+    @property
+    def compute_milli(self) -> int:
+        return sum(task.count * task.gpus.count * task.gpus.compute_milli for task in self.tasks)
+
+    @property
+    def cpu_milli(self) -> int:
+        return sum(task.count * task.cpu_milli for task in self.tasks)
+
+
+def shape_of(spec: JobSpec) -> Shape:
+    return Shape(
+        tuple(TaskShape(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks),
+        tuple(sorted(spec.constraints.items())),
+    )
+
+
+@frozen(order=True, cache_hash=True)
+class LineKey:
+    priority: int
+    shape: Shape = field(order=False)
+
+
+Lines = Mapping[LineKey, Sequence[Job]]
+
+
+@frozen(eq=False)
+class Snapshot:
+    """`jobs` hold slices, `waiting_jobs` do not; `lines` are the latter in order, by tenant. `tasks` and `grants` go
+    by (job, attempt); a grant's value tells whether its end was asked for. `held` is what each tenant holds now,
+    `usage` its integral over the window. `restless` are the live jobs that may have to be settled. `next_due_ms` is
+    the next moment at which time alone changes something."""
+
+    revision: int
+    now_ms: int
+    settings: ClusterSettings
+    nodes: Mapping[str, NodeView]
+    jobs: Mapping[str, Job]
+    waiting_jobs: Mapping[str, Job]
+    lines: Mapping[str, Lines]
+    done: Mapping[str, Job]
+    tenants: Mapping[str, Tenant]
+    tasks: Mapping[tuple[str, int], Mapping[int, Task]]
+    grants: Mapping[tuple[str, int], Mapping[str, bool]]
+    job_revisions: Mapping[str, int]
+    held: Mapping[str, Use]
+    usage: Mapping[str, Use]
+    restless: frozenset[str] = frozenset()
+    unreadable: tuple[str, ...] = ()
+    next_due_ms: int | None = None
+
+    @property
+    def waiting(self) -> Collection[Job]:
+        return self.waiting_jobs.values()
+
+    @property
+    def inventories(self) -> Mapping[str, NodeInventory]:
+        return {name: node.inventory for name, node in self.nodes.items() if node.inventory is not None}
+
+    @property
+    def cluster_memory_mib(self) -> int:
+        """GPU memory of all nodes that are not given up; what a tenant's share in space is a share of."""
+        return sum(n.gpu_memory_mib for n in self.nodes.values() if n.status is not NodeStatus.LOST)
+
+    def job(self, id: str) -> Job | None:
+        """Live, waiting, or ended and still known."""
+        return self.jobs.get(id) or self.waiting_jobs.get(id) or self.done.get(id)
+
+    def tasks_of(self, job: Job) -> Mapping[int, Task]:
+        """What was seen of the present attempt, by task number."""
+        return self.tasks.get((job.id, job.attempt), {})
+
+    def tenant(self, name: str) -> Tenant:
+        """A tenant whose record is gone still counts, with no quota of its own (QT-4)."""
+        return self.tenants.get(name) or Tenant(name)
+
+    def without_revision(self) -> Snapshot:
+        return evolve(self, revision=0)

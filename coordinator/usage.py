@@ -1,0 +1,164 @@
+"""The ledger of use: how much GPU compute and memory each tenant held, exactly, over a sliding window.
+
+One log of changes and two fronts for each tenant. A front holds (integral so far, rate, time of the last change); the
+leading one stands at the newest change, the trailing one at the start of the window. The integral over the window is
+their difference: exact, O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x
+milliseconds, memory in MiB x milliseconds.
+
+Beside it the ledger fills buckets of five minutes, which outlive a leader as `UsageHour` records. The past that was
+read from them is exact at bucket bounds and even in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from attrs import define, field, frozen
+
+from coordinator.model import UsageHour
+
+BUCKET_MS = 5 * 60 * 1000
+BUCKETS = 12
+HOUR_MS = BUCKET_MS * BUCKETS
+
+
+@frozen
+class Use:
+    """Compute and memory: as a rate (thousandths, MiB) or as an integral over time (x milliseconds)."""
+
+    compute: int = 0
+    memory: int = 0
+
+    def plus(self, other: Use, times: int = 1) -> Use:
+        return Use(self.compute + times * other.compute, self.memory + times * other.memory)
+
+
+_NOTHING = Use()
+
+
+@define
+class _Front:
+    integral: Use = _NOTHING
+    rate: Use = _NOTHING
+    at_ms: int = 0
+
+    def advance(self, at_ms: int) -> None:
+        if at_ms > self.at_ms:
+            self.integral = self.integral.plus(self.rate, at_ms - self.at_ms)
+            self.at_ms = at_ms
+
+    def change(self, at_ms: int, rate: Use, lump: Use) -> None:
+        """A change may come late: then the time since is made up for."""
+        self.advance(at_ms)
+        self.integral = self.integral.plus(rate, self.at_ms - at_ms).plus(lump)
+        self.rate = self.rate.plus(rate)
+
+    def reading(self, at_ms: int) -> Use:
+        return self.integral.plus(self.rate, at_ms - self.at_ms)
+
+
+@define
+class _Account:
+    lead: _Front = field(factory=_Front)
+    trail: _Front = field(factory=_Front)
+    rate: Use = _NOTHING
+    booked_ms: int = 0
+    hours: dict[int, list[Use]] = field(factory=dict)
+    unwritten: set[int] = field(factory=set)
+
+
+class UsageLedger:
+    """Mutable, and owned by one `Cluster`. Times may come out of order; integrals stay exact."""
+
+    def __init__(self, window_ms: int) -> None:
+        self._window_ms = window_ms
+        self._accounts: dict[str, _Account] = {}
+        self._log: list[tuple[int, int, str, Use, Use]] = []
+        self._count = 0
+
+    def change(self, tenant: str, at_ms: int, rate: Use) -> None:
+        """From `at_ms` on the tenant holds `rate` more (negative: less)."""
+        account = self._accounts.setdefault(tenant, _Account())
+        self._book(account, at_ms)
+        if at_ms < account.booked_ms:
+            self._fill(account, at_ms, account.booked_ms, rate)
+        account.rate = account.rate.plus(rate)
+        self._enter(account, tenant, at_ms, rate, _NOTHING)
+
+    def past(self, hour: UsageHour) -> None:
+        """What an earlier leader wrote. The caller adds nothing that it already covers."""
+        account = self._accounts.setdefault(hour.tenant, _Account())
+        account.booked_ms = max(account.booked_ms, hour.until_ms)
+        buckets = [Use(c, m) for c, m in zip(hour.compute_milli_ms, hour.memory_mib_ms, strict=False)]
+        account.hours[hour.hour_ms] = (buckets + [_NOTHING] * BUCKETS)[:BUCKETS]
+        for number, use in enumerate(buckets):
+            start_ms = hour.hour_ms + number * BUCKET_MS
+            span_ms = min(BUCKET_MS, hour.until_ms - start_ms)
+            if span_ms > 0 and use != _NOTHING:
+                rate = Use(use.compute // span_ms, use.memory // span_ms)
+                self._enter(account, hour.tenant, start_ms, rate, _NOTHING)
+                # What whole numbers leave over comes at the end, so that the bucket's sum stays exact.
+                rest = use.plus(rate, -span_ms)
+                self._enter(account, hour.tenant, start_ms + span_ms, Use().plus(rate, -1), rest)
+
+    def window(self, now_ms: int) -> dict[str, Use]:
+        """Each tenant's integral over [now - window, now]; tenants that held nothing in it are left out."""
+        start_ms = now_ms - self._window_ms
+        while self._log and self._log[0][0] <= start_ms:
+            at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
+            self._accounts[tenant].trail.change(at_ms, rate, lump)
+        use = {}
+        for tenant, account in self._accounts.items():
+            held = account.lead.reading(now_ms).plus(account.trail.reading(start_ms), -1)
+            if held != _NOTHING:
+                use[tenant] = held
+        return use
+
+    def hours(self, now_ms: int) -> tuple[UsageHour, ...]:
+        """The records that have changed since the last call; those that no window needs any more are forgotten."""
+        changed = []
+        for tenant in sorted(self._accounts):
+            account = self._accounts[tenant]
+            self._book(account, now_ms)
+            for hour_ms in sorted(account.unwritten & account.hours.keys()):
+                changed.append(_record(tenant, hour_ms, account))
+            account.unwritten.clear()
+            for hour_ms in [h for h in account.hours if h + HOUR_MS < now_ms - self._window_ms]:
+                del account.hours[hour_ms]
+        return tuple(changed)
+
+    def _enter(self, account: _Account, tenant: str, at_ms: int, rate: Use, lump: Use) -> None:
+        account.lead.change(at_ms, rate, lump)
+        self._count += 1
+        heapq.heappush(self._log, (at_ms, self._count, tenant, rate, lump))
+
+    def _book(self, account: _Account, until_ms: int) -> None:
+        if until_ms > account.booked_ms:
+            if account.rate != _NOTHING:
+                self._fill(account, account.booked_ms, until_ms, account.rate)
+            account.booked_ms = until_ms
+
+    def _fill(self, account: _Account, from_ms: int, until_ms: int, rate: Use) -> None:
+        for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
+            overlap_ms = min(until_ms, start_ms + BUCKET_MS) - max(from_ms, start_ms)
+            buckets = account.hours.setdefault(hour_ms, [_NOTHING] * BUCKETS)
+            buckets[number] = buckets[number].plus(rate, overlap_ms)
+            account.unwritten.add(hour_ms)
+
+
+def _buckets(from_ms: int, until_ms: int) -> Iterable[tuple[int, int, int]]:
+    """(start, number in its hour, hour) of each bucket that [from, until) touches."""
+    start_ms = from_ms - from_ms % BUCKET_MS
+    while start_ms < until_ms:
+        hour_ms = start_ms - start_ms % HOUR_MS
+        yield start_ms, (start_ms - hour_ms) // BUCKET_MS, hour_ms
+        start_ms += BUCKET_MS
+
+
+def _record(tenant: str, hour_ms: int, account: _Account) -> UsageHour:
+    buckets = account.hours[hour_ms]
+    until_ms = min(account.booked_ms, hour_ms + HOUR_MS)
+    return UsageHour(
+        tenant, hour_ms, until_ms, tuple(b.compute for b in buckets), tuple(b.memory for b in buckets)
+    )
