@@ -34,7 +34,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "tokens": ("coordinator.cli.tokens:tokens", "Tokens: who may do what"),
     },
     "Set-up": {
-        "dev": ("coordinator.dev:dev", "Try everything on this machine, with simulated GPUs"),
+        "dev": ("coordinator.dev.command:dev", "Try everything on this machine, with simulated GPUs"),
         "coordinator": ("coordinator.cli.cluster:coordinator", "Start a coordinator (API and scheduler)"),
         "agent": ("coordinator.cli.cluster:agent", "Start the agent of this node"),
         "bootstrap": ("coordinator.cli.tokens:bootstrap", "Write the first admin token into etcd"),

@@ -19,7 +19,7 @@ from attrs import frozen
 from coordinator.cli import exits
 from coordinator.cli.exits import Stop
 
-DEFAULT_ADDRESS = "http://127.0.0.1:7300"
+DEFAULT_ADDRESS = "http://127.0.0.1:8765"
 _KNOWN = ("address", "token", "token_file", "tenant")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -205,27 +206,23 @@ def spec_of_flags(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_file(name: str) -> list[dict[str, Any]]:
-    """The specs of one file: one, a list, or several YAML documents."""
-    import yaml
+    """The specs of one file: one, a list, or several YAML documents. Read by the same strict rules as in the API."""
+    from jobspecs.documents import DocumentInvalid, parse_json, parse_yaml
 
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
     except OSError as error:
-        hint = (
-            "a command needs --image IMAGE before it"
-            if not name.endswith((".yaml", ".yml", ".json"))
-            else None
-        )
+        hint = "a command needs --image IMAGE" if not name.endswith((".yaml", ".yml", ".json")) else None
         raise Stop(exits.USAGE, f"{name}: {error.strerror}", field="FILE", value=name, hint=hint) from None
     except UnicodeDecodeError:
         raise Stop(exits.REFUSED, f"{name} is not text", field="FILE", value=name) from None
-    try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise Stop(exits.REFUSED, f"{name}{where}: {problem}", field="FILE", value=name) from None
+    documents = []
+    for line, part in _documents(text):
+        try:
+            documents.append(parse_json(part) if name.endswith(".json") else parse_yaml(part))
+        except DocumentInvalid as error:
+            where = f", line {error.line + line}" if error.line else ""
+            raise Stop(exits.REFUSED, f"{name}{where}: {error.message}", field="FILE", value=name) from None
     specs = [
         spec for document in documents for spec in (document if isinstance(document, list) else [document])
     ]
@@ -235,6 +232,17 @@ def read_file(name: str) -> list[dict[str, Any]]:
         if not isinstance(spec, dict):
             raise Stop(exits.REFUSED, f"{name}: a job is a mapping, not {spec!r}", field="FILE", value=spec)
     return specs
+
+
+def _documents(text: str) -> list[tuple[int, str]]:
+    """The YAML documents of a text, each with the number of lines before it; those without content are left out."""
+    found: list[tuple[int, str]] = []
+    line = 0
+    for part in re.split(r"(?m)^---(?=\s|$)", text):
+        if any(row.strip() and not row.lstrip().startswith(("#", "...")) for row in part.splitlines()):
+            found.append((line, part))
+        line += part.count("\n")
+    return found
 
 
 def _pairs(texts: tuple[str, ...], option: str) -> dict[str, str]:

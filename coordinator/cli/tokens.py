@@ -105,7 +105,7 @@ def bootstrap(etcd_urls: str, tenant: str, label: str) -> None:
 async def write_token(etcd_urls: str, *, tenant: str, label: str, at_ms: int) -> str:
     """A new token, its hash in etcd."""
     from coordinator import records
-    from coordinator.etcd_store import EtcdStore
+    from coordinator.etcd_store import EtcdSettings, EtcdStore
     from coordinator.store import Put, StoreError, absent
 
     token = f"serai_{secrets.token_urlsafe(24)}"
@@ -113,7 +113,10 @@ async def write_token(etcd_urls: str, *, tenant: str, label: str, at_ms: int) ->
         role="tenant" if tenant else "admin", tenant=tenant, label=label, created_at_ms=at_ms
     )
     key = records.token_key(token)
-    store = EtcdStore(etcd_urls.split(","))
+    try:
+        store = EtcdStore(EtcdSettings.from_url(etcd_urls))
+    except ValueError as error:
+        raise Stop(exits.USAGE, str(error), field="--etcd", value=etcd_urls) from None
     try:
         written = await store.txn([absent(key)], [Put(key, records.encode(record))])
     except StoreError as error:

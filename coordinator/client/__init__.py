@@ -1,6 +1,6 @@
 """The Python client of the HTTP API: typed, asynchronous, and safe to retry.
 
-async with Client("http://127.0.0.1:7300", token) as serai:
+async with Client("http://127.0.0.1:8765", token) as serai:
     job = await serai.submit({"name": "hello", "image": "busybox:1", "command": ["echo", "hello"]})
     end = await serai.wait_for(job["id"])
     print(end["state"], end["exit_code"])

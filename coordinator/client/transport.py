@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from random import Random
 from ssl import SSLContext
 from types import TracebackType
@@ -116,7 +118,7 @@ class Transport:
         """One try, the body not yet read. `idle_seconds`: the longest silence of a stream."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=5.0, sock_read=idle_seconds)
         query = {name: str(value) for name, value in request.query.items() if value is not None}
-        data = None if request.body is None else json.dumps(request.body).encode()
+        data = None if request.body is None else json.dumps(request.body, default=_plain).encode()
         headers = {**self._headers(data is not None), **request.headers}
         url = self._base.joinpath(request.path.lstrip("/"), encoded=True).with_query(query)
         try:
@@ -181,6 +183,18 @@ async def _problem(answer: aiohttp.ClientResponse) -> ApiError:
     if not isinstance(problem, dict):
         problem = {"detail": f"HTTP {answer.status} {answer.reason or ''} from {answer.url.origin()}".strip()}
     return ApiError.from_problem(answer.status, problem, _retry_after(answer.headers.get("Retry-After", "")))
+
+
+def _plain(value: object) -> object:
+    """Decimal fractions, as the strict YAML reader makes them. Where a float would change a digit it stays text."""
+    if isinstance(value, Decimal):
+        return float(value) if Decimal(repr(float(value))) == value else str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _why(error: aiohttp.ClientConnectorError) -> str:
+    number = error.os_error.errno
+    return os.strerror(number) if number is not None and number > 0 else str(error.os_error)
 
 
 def _retry_after(value: str) -> float:
