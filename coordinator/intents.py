@@ -1,0 +1,107 @@
+"""What has to be written for each decision about a job: pure functions from a decision to an `Intent`.
+
+placement    queue/ -> jobs/ with the allocation, one grant for each node
+transition   an end or a new attempt: jobs/ -> done/ or queue/, its grants and task records go;
+             a stop: the record says why, its grants ask the nodes to end it
+reason       the queue record learns why it waits, for whoever reads etcd
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import evolve
+
+from coordinator.commit import Intent
+from coordinator.lifecycle import Transition, allocated
+from coordinator.model import Allocation, Job
+from coordinator.records import (
+    Unreadable,
+    decode,
+    encode,
+    folder_key,
+    grant_key,
+    job_key,
+    queue_key,
+    task_key,
+)
+from coordinator.store import Compare, Delete, KeyValue, Put, Write, unchanged
+from jobspecs.container import Grant
+from vgpu.reasons import Reason, ReasonCode
+
+# A job that is retried for ever must not grow its record without end; the newest happenings are kept.
+HISTORY_LENGTH = 50
+
+Keys = Mapping[str, KeyValue]
+
+
+def placement_intent(job: Job, allocation: Allocation, grants: Sequence[Grant], keys: Keys) -> Intent | None:
+    """None when the waiting record is not there any more, as after a cancel that was seen since the snapshot."""
+    waiting = queue_key(job.tenant, job.id)
+    if waiting not in keys:
+        return None
+    writes: list[Write] = [
+        Delete(waiting),
+        Put(job_key(job.id), encode(_trimmed(allocated(job, allocation)))),
+    ]
+    writes += [Put(grant_key(grant.node, grant.job, grant.attempt), encode(grant)) for grant in grants]
+    return Intent(job.id, (unchanged(waiting, keys[waiting].mod_revision),), tuple(writes))
+
+
+def transition_intent(transition: Transition, keys: Keys, extra: Iterable[Write] = ()) -> Intent | None:
+    """None when the record has gone since the snapshot. `extra` are writes that must land with it (usage)."""
+    before, after = transition.before, transition.after
+    old, new = folder_key(before), folder_key(after)
+    if old not in keys:
+        return None
+    compare = unchanged(old, keys[old].mod_revision)
+    writes: list[Write] = [Put(new, encode(_trimmed(after)))]
+    if new != old:
+        writes.append(Delete(old))
+    if after.allocation is None:
+        writes += [Delete(key) for key in _attempt_keys(before, keys)]
+    elif transition.stop:
+        writes += _stop_writes(after, keys)
+    return Intent(before.id, (compare,), (*writes, *extra))
+
+
+def reason_intent(job: Job, reason: Reason, keys: Keys) -> Intent | None:
+    key = queue_key(job.tenant, job.id)
+    if key not in keys:
+        return None
+    compare: Compare = unchanged(key, keys[key].mod_revision)
+    return Intent(job.id, (compare,), (Put(key, encode(evolve(job, reason=reason))),))
+
+
+def grants_of(job: Job, keys: Keys) -> tuple[Grant, ...]:
+    """The grants of a live job that can be read; one that cannot is the agent's to report."""
+    found = []
+    for node in job.allocation.nodes if job.allocation else ():
+        item = keys.get(grant_key(node, job.id, job.attempt))
+        try:
+            if item is not None:
+                found.append(decode(Grant, item.value))
+        except Unreadable:
+            continue
+    return tuple(found)
+
+
+def _trimmed(job: Job) -> Job:
+    return evolve(job, history=job.history[-HISTORY_LENGTH:])
+
+
+def _attempt_keys(job: Job, keys: Keys) -> list[str]:
+    if job.allocation is None:
+        return []
+    grants = [grant_key(node, job.id, job.attempt) for node in job.allocation.nodes]
+    tasks = [task_key(task.node, job.id, job.attempt, task.task) for task in job.allocation.tasks]
+    return [key for key in (*grants, *tasks) if key in keys]
+
+
+def _stop_writes(job: Job, keys: Keys) -> list[Write]:
+    why = (job.stop or Reason(ReasonCode.CANCELLED_BY_USER)).code.value
+    return [
+        Put(grant_key(grant.node, job.id, job.attempt), encode(evolve(grant, stopping=True, stop_reason=why)))
+        for grant in grants_of(job, keys)
+        if not grant.stopping
+    ]

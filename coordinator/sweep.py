@@ -1,0 +1,155 @@
+"""Sweep: what the leader tidies from time to time, beside its cycles.
+
+    orphans      attempts that the engine still has without a live allocation: stopped after two sightings that are
+                 older than the grace period (RR-6); task records and grants whose job is not live any more
+    usage        the hour records of each tenant, so that a new leader knows the past
+    retention    done/ and idempotency/ records past their time
+    compaction   of etcd's history, never nearer to the head than a slow watcher may be behind
+
+Each round is small and bounded, so that it never holds up a cycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from coordinator.commit import Committer
+from coordinator.config import Settings
+from coordinator.engines import Engine, EngineUnavailable
+from coordinator.model import Job
+from coordinator.records import (
+    DONE,
+    GRANTS,
+    IDEMPOTENCY,
+    TASKS,
+    Idempotency,
+    Unreadable,
+    decode,
+    encode,
+    usage_key,
+)
+from coordinator.replica import Replica
+from coordinator.store import Delete, KeyValue, Put, Store, StoreUnavailable, unchanged
+
+log = logging.getLogger("serai.sweep")
+
+ROUND_SECONDS = 10
+ROUNDS_PER_SLOW_ROUND = 6
+PAGE = 500
+DELETIONS_PER_TRANSACTION = 100
+
+
+class Sweep:
+    """One term's housekeeping; `run` ends when cancelled, or with `LeadershipLost`."""
+
+    def __init__(
+        self,
+        store: Store,
+        replica: Replica,
+        engine: Engine,
+        committer: Committer,
+        settings: Settings,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self._store = store
+        self._replica = replica
+        self._engine = engine
+        self._committer = committer
+        self._settings = settings
+        self._clock_ms = clock_ms
+        self._first_seen_ms: dict[tuple[str, int], int] = {}
+        self._stale_seen: set[str] = set()
+        self._cursors: dict[str, str] = {}
+        self._heads: list[tuple[int, int]] = []  # (at_ms, revision), oldest first
+
+    async def run(self) -> None:
+        rounds = 0
+        while True:
+            try:
+                await self.orphans()
+                await self.stale_records()
+                if rounds % ROUNDS_PER_SLOW_ROUND == 0:
+                    await self.usage()
+                    await self.retention()
+                    await self.compaction()
+            except (StoreUnavailable, EngineUnavailable) as error:
+                log.warning("sweep put off: %s", error)
+            rounds += 1
+            await asyncio.sleep(ROUND_SECONDS)
+
+    async def orphans(self) -> None:
+        """Stops attempts of the engine that no live job stands for."""
+        now_ms = self._clock_ms()
+        listed = await self._engine.list()
+        live = {(job.id, job.attempt) for job in self._replica.cluster.live_jobs.values()}
+        orphans = {(a.job, a.attempt) for a in listed} - live
+        self._first_seen_ms = {key: self._first_seen_ms.get(key, now_ms) for key in orphans}
+        for job, attempt in sorted(orphans):
+            if now_ms - self._first_seen_ms[job, attempt] >= self._settings.orphan_grace_seconds * 1000:
+                log.warning("job=%s attempt=%d runs without a live allocation, stopping it", job, attempt)
+                await self._engine.stop(job, attempt, "")
+
+    async def stale_records(self) -> None:
+        """Deletes task records and grants of attempts that are not live, seen so in two rounds: in one round the
+        replica may be between the two."""
+        live = {(job.id, job.attempt) for job in self._replica.cluster.live_jobs.values()}
+        keys = self._replica.key_values
+        stale = {key for key in keys if key.startswith((GRANTS, TASKS)) and attempt_of(key) not in live}
+        twice = sorted(stale & self._stale_seen)
+        self._stale_seen = stale
+        await self._delete([keys[key] for key in twice])
+
+    async def usage(self) -> None:
+        hours = self._replica.cluster.usage_hours(self._clock_ms())
+        puts = [Put(usage_key(hour.tenant, hour.hour_ms), encode(hour)) for hour in hours]
+        for start in range(0, len(puts), DELETIONS_PER_TRANSACTION):
+            await self._committer.write([], puts[start : start + DELETIONS_PER_TRANSACTION])
+
+    async def retention(self) -> None:
+        now_ms = self._clock_ms()
+        done_before = now_ms - self._settings.done_retention_seconds * 1000
+        keys_before = now_ms - self._settings.idempotency_seconds * 1000
+        await self._expire(DONE, lambda value: (decode(Job, value).ended_at_ms or 0) < done_before)
+        await self._expire(IDEMPOTENCY, lambda value: decode(Idempotency, value).at_ms < keys_before)
+
+    async def compaction(self) -> None:
+        """Compacts to the newest revision that is both old enough and far enough behind: a watcher that is cut off
+        by a compaction has to list everything again."""
+        now_ms, head = self._clock_ms(), self._replica.cluster.revision
+        self._heads.append((now_ms, head))
+        old = [r for at, r in self._heads if at <= now_ms - self._settings.compact_keep_seconds * 1000]
+        target = min(old[-1] if old else 0, head - self._settings.compact_keep_revisions)
+        if target > 0:
+            await self._store.compact(target)
+        self._heads = [(at, r) for at, r in self._heads if not old or r >= old[-1]]
+
+    async def _expire(self, prefix: str, is_old: Callable[[bytes], bool]) -> None:
+        """One page of a folder, going round: a page that holds nothing old must not hide the next one."""
+        listing = await self._store.list(prefix, start_after=self._cursors.get(prefix, ""), limit=PAGE)
+        self._cursors[prefix] = listing.items[-1].key if len(listing.items) == PAGE else ""
+        await self._delete([item for item in listing.items if _is_old(item, is_old)])
+
+    async def _delete(self, items: list[KeyValue]) -> None:
+        for start in range(0, len(items), DELETIONS_PER_TRANSACTION):
+            batch = items[start : start + DELETIONS_PER_TRANSACTION]
+            await self._committer.write(
+                [unchanged(item.key, item.mod_revision) for item in batch],
+                [Delete(item.key) for item in batch],
+            )
+
+
+def attempt_of(key: str) -> tuple[str, int] | None:
+    """Job and attempt that a grant or task key is about; None for a key that is neither."""
+    parts = key.rsplit("/", 1)[1].split(".")
+    if len(parts) not in (2, 3) or not parts[1].isdigit():
+        return None
+    return parts[0], int(parts[1])
+
+
+def _is_old(item: KeyValue, is_old: Callable[[bytes], bool]) -> bool:
+    try:
+        return is_old(item.value)
+    except Unreadable:
+        return False  # kept and reported: what cannot be read is not ours to delete
