@@ -205,6 +205,7 @@ class NvmlSource:
 
     def _read_instances(self, card: Gpu, handle: Any, reading: _Reading) -> None:
         slots = _maybe(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        minor = _maybe(pynvml.nvmlDeviceGetMinorNumber, handle)
         found: list[Gpu] = []
         instance_of: dict[str, int] = {}
         for slot in range(slots):
@@ -214,6 +215,7 @@ class NvmlSource:
                 uuid = pynvml.nvmlDeviceGetUUID(mig)
                 gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
                 instance = self._read_instance(card, uuid, mig, (gi, ci, slots), reading.warnings)
+                instance = evolve(instance, device_paths=self._files.of_mig_instance(minor, gi, ci))
             except pynvml.NVMLError as error:
                 if uuid or error.value not in (
                     pynvml.NVML_ERROR_NOT_FOUND,
@@ -248,7 +250,6 @@ class NvmlSource:
             uuid=uuid,
             memory_mib=memory.schedulable_mib,  # read, never taken from the profile's name (MG-1)
             memory_total_mib=memory.total_mib,
-            device_paths=self._files.of_mig_instance(_maybe(pynvml.nvmlDeviceGetMinorNumber, mig), gi, ci),
             compute_milli=mig_compute_milli(
                 attributes.computeInstanceSliceCount if attributes else 1, card_slices
             ),

@@ -11,6 +11,7 @@
  *     nvlink 0 3 peer=1                   active link 3 of GPU 0 to GPU 1; `switch=1` instead of peer: to an NVSwitch;
  *                                         active=0: there, but down. Links of a GPU up to its highest number exist, then INVALID_ARGUMENT
  *     error DeviceGetUtilizationRates 3   that getter returns that nvmlReturn_t; with `@0` for GPU 0 only: error DeviceGetUUID@0 15
+ *                                         `error any@2 15`: every getter of GPU 2, as when it has fallen off the bus
  *     hang DeviceGetCount /path           that getter returns only when the path exists no longer
  *     xid 1 gpu=0 code=79 gi=7 ci=0       an event (gi, ci only on MIG), handed out once: the first number (1, 2, ...) is its place in time
  *
@@ -104,7 +105,7 @@ static int said(const char *name, const device *d) {
         if (sscanf(line, "error %79s %d", which, &code) == 2) {
             char *at = strchr(which, '@');
             if (at) *at++ = 0;
-            if (!strcmp(which, name) && (!at || (d && (d->parent < 0 ? d->index : d->parent) == atoi(at)))) result = code;
+            if ((!strcmp(which, name) || !strcmp(which, "any")) && (!at || (d && (d->parent < 0 ? d->index : d->parent) == atoi(at)))) result = code;
         } else if (sscanf(line, "hang %79s %299s", which, path) == 2 && !strcmp(which, name)) {
             while (!access(path, F_OK)) usleep(2000);
         }
