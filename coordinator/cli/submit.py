@@ -223,14 +223,14 @@ def read_file(name: str) -> list[dict[str, Any]]:
         except DocumentInvalid as error:
             where = f", line {error.line + line}" if error.line else ""
             raise Stop(exits.REFUSED, f"{name}{where}: {error.message}", field="FILE", value=name) from None
-    specs = [
-        spec for document in documents for spec in (document if isinstance(document, list) else [document])
-    ]
+    specs: list[dict[str, Any]] = []
+    for document in documents:
+        for spec in document if isinstance(document, list) else [document]:
+            if not isinstance(spec, dict):
+                raise Stop(exits.REFUSED, f"{name}: a job is a mapping, not {spec!r}", field="FILE", value=spec)
+            specs.append(spec)
     if not specs:
         raise Stop(exits.REFUSED, f"{name} holds no job", field="FILE", value=name)
-    for spec in specs:
-        if not isinstance(spec, dict):
-            raise Stop(exits.REFUSED, f"{name}: a job is a mapping, not {spec!r}", field="FILE", value=spec)
     return specs
 
 

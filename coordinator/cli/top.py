@@ -14,6 +14,7 @@ from coordinator.cli.session import DURATION, ask, connection_options
 if TYPE_CHECKING:
     from coordinator.cli.picture import Frame
     from coordinator.client import Client
+    from coordinator.client.views import JobView
 
 _LIVE = "ALLOCATED,STARTING,RUNNING,EVICTING,CANCELLING"
 
@@ -51,10 +52,10 @@ async def look(client: Client) -> Frame:
     """One frame of the picture."""
     from coordinator.cli.picture import Frame
 
-    async def jobs() -> list[object]:
+    async def jobs() -> list[JobView]:
         return [job async for job in client.jobs(state=_LIVE, limit=500)]
 
     cluster, nodes, queue, tenants, live = await asyncio.gather(
         client.cluster(), client.nodes(), client.queue(), client.tenants(), jobs()
     )
-    return Frame(nodes=nodes, queue=queue, tenants=tenants, jobs=live, cluster=cluster)  # type: ignore[arg-type]
+    return Frame(nodes=nodes, queue=queue, tenants=tenants, jobs=live, cluster=cluster)
