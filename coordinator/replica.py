@@ -1,0 +1,265 @@
+"""A copy of everything under a prefix of the store, folded into a `Cluster` and kept up by one watch.
+
+    1. List all keys at one revision and fold them. Take a snapshot once: to the `Cluster` that ends the listing.
+    2. Watch from that revision on, and fold each batch as a whole: readers never see half a transaction.
+    3. Where the history that the watch needs was compacted away, list again and fold the difference to what is known,
+       deletions included. So nothing that went away in the gap stays, and the `Cluster` keeps what no record holds:
+       since when it misses a node, and the exact ledger of use.
+    4. A store that has gone back in time (restored from a backup) is folded into a new `Cluster`.
+
+Reads only. What cannot be reached is tried again for ever; meanwhile `connected` is False and readers see the past.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, frozen
+
+from coordinator import records
+from coordinator.model import Event, RecordUnreadable
+from coordinator.store import Change, Compacted, KeyValue, Listing, Store, StoreError
+
+if TYPE_CHECKING:
+    from coordinator.cluster import Cluster
+
+log = logging.getLogger("serai.replica")
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+DECODED_AT_ONCE = 500  # some 3 ms of a busy event loop
+
+OnChange = Callable[[Change, Event | None], None]
+OnResync = Callable[[int], None]
+
+
+@frozen
+class ReplicaNumbers:
+    """For metrics. Counts since the start. `quiet_seconds`: since something came from the store (a healthy store
+    without writes is quiet too)."""
+
+    connected: bool
+    revision: int
+    listings: int
+    batches: int
+    changes: int
+    unreadable: int
+    fold_seconds: float
+    quiet_seconds: float
+
+
+@define
+class _Listener:
+    on_change: OnChange
+    on_resync: OnResync
+
+
+class Replica:
+    """`run` keeps it up; all else reads. `make_cluster` gives an empty state to fold into.
+
+    `changes` grows with everything that happens to the copy. `connected_since_ms` is when `connected` last changed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        make_cluster: Callable[[], Cluster],
+        clock_ms: Callable[[], int],
+        prefix: str = records.ROOT,
+    ) -> None:
+        self.cluster = make_cluster()
+        self.changes = 0
+        self.connected = False
+        self.connected_since_ms = clock_ms()
+        self._store = store
+        self._make_cluster = make_cluster
+        self._clock_ms = clock_ms
+        self._prefix = prefix
+        self._keys: dict[str, KeyValue] = {}
+        self._unreadable: dict[str, str] = {}
+        self._listeners: list[_Listener] = []
+        self._turn = asyncio.Event()
+        self._listings = self._batches = self._changed_keys = 0
+        self._fold_seconds = 0.0
+        self._heard_at: float | None = None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> int:
+        """The copy holds every change up to here; 0 before the first listing."""
+        return self.cluster.revision
+
+    @property
+    def key_values(self) -> Mapping[str, KeyValue]:
+        """Every key as it is stored, for compares and for records that the `Cluster` does not hold. The values of node
+        reports and of done/ are left out: the former are stale in seconds, the latter many."""
+        return MappingProxyType(self._keys)
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Keys whose record could not be read, and why."""
+        return MappingProxyType(self._unreadable)
+
+    @property
+    def numbers(self) -> ReplicaNumbers:
+        now = asyncio.get_running_loop().time()
+        return ReplicaNumbers(
+            connected=self.connected,
+            revision=self.revision,
+            listings=self._listings,
+            batches=self._batches,
+            changes=self._changed_keys,
+            unreadable=len(self._unreadable),
+            fold_seconds=self._fold_seconds,
+            quiet_seconds=0.0 if self._heard_at is None else now - self._heard_at,
+        )
+
+    async def wait_for(self, revision: int) -> None:
+        """Until the copy holds what was written under the prefix at `revision`. There is no time limit; and a revision
+        at which only other keys changed may be passed late."""
+        while self.revision < revision:
+            await self._turn.wait()
+
+    async def wait_for_change(self, seen: int) -> None:
+        """Until `changes` differs from `seen`."""
+        while self.changes == seen:
+            await self._turn.wait()
+
+    def listen(self, on_change: OnChange, on_resync: OnResync) -> Callable[[], None]:
+        """Calls `on_change` for each change of a key, after the batch that holds it was folded, with what it means to
+        the state (None: nothing); and `on_resync` where the copy was made anew. Answers how to stop."""
+        listener = _Listener(on_change, on_resync)
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    # --- keeping up ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Never returns; cancel it."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            batches = self._batches
+            try:
+                await self._list()
+                await self._follow()
+            except Compacted as error:
+                log.info("replica revision=%d listing again: %s", self.revision, error)
+            except StoreError as error:
+                log.warning("replica revision=%d store=%s", self.revision, error)
+                self._set_connected(False)
+            if self._batches > batches:
+                pause = FIRST_PAUSE_SECONDS
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _list(self) -> None:
+        listing = await self._store.list(self._prefix)
+        self._listings += 1
+        if self.revision and listing.revision >= self.revision:
+            await self._catch_up(listing)
+        else:
+            await self._start_anew(listing)
+        self._heard()
+
+    async def _start_anew(self, listing: Listing) -> None:
+        decoded = await _decoded([Change(item) for item in listing.items])
+        self.cluster = self._make_cluster()
+        self._keys = {}
+        self._unreadable = {}
+        self._fold(decoded, listing.revision)
+        self.cluster.snapshot(self._clock_ms())
+        self._notify()
+        for listener in tuple(self._listeners):
+            _call(listener.on_resync, listing.revision)
+
+    async def _catch_up(self, listing: Listing) -> None:
+        """Deletions first, so that a record that moved is not gone from where it is now."""
+        here = {item.key for item in listing.items}
+        gone = [key for key in self._keys if key not in here]
+        changes = [Change(KeyValue(key, b"", 0, listing.revision), deleted=True) for key in gone]
+        for item in listing.items:
+            known = self._keys.get(item.key)
+            if known is None or known.mod_revision != item.mod_revision:
+                changes.append(Change(item))
+        decoded = await _decoded(changes)
+        self._fold(decoded, listing.revision)
+        self._notify(decoded)
+
+    async def _follow(self) -> None:
+        async with aclosing(self._store.watch(self._prefix, self.revision)) as batches:
+            async for batch in batches:
+                self._set_connected(batch.connected)
+                if not batch.connected:
+                    continue
+                self._heard()
+                self._batches += 1
+                if batch.changes or batch.revision > self.revision:
+                    decoded = [(change, records.event(change)) for change in batch.changes]
+                    self._fold(decoded, batch.revision)
+                    self._notify(decoded)
+
+    def _fold(self, decoded: Sequence[tuple[Change, Event | None]], revision: int) -> None:
+        """All of it in one go, with one time: no reader runs in between."""
+        loop = asyncio.get_running_loop()
+        started_at, now_ms = loop.time(), self._clock_ms()
+        for change, event in decoded:
+            item = change.item
+            self._unreadable.pop(item.key, None)
+            if change.deleted:
+                self._keys.pop(item.key, None)
+            else:
+                self._keys[item.key] = evolve(item, value=b"") if _is_valueless(item.key) else item
+            if isinstance(event, RecordUnreadable):
+                self._unreadable[item.key] = event.detail
+                log.warning("record=%s unreadable=%s", item.key, event.detail)
+            if event is not None:
+                self.cluster.apply(event, now_ms)
+        self.cluster.revision = revision
+        self._changed_keys += len(decoded)
+        self._fold_seconds += loop.time() - started_at
+
+    def _notify(self, decoded: Iterable[tuple[Change, Event | None]] = ()) -> None:
+        for listener in tuple(self._listeners):
+            for change, event in decoded:
+                _call(listener.on_change, change, event)
+        self.changes += 1
+        self._turn.set()
+        self._turn = asyncio.Event()
+
+    def _heard(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        self._set_connected(True)
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected != self.connected:
+            self.connected = connected
+            self.connected_since_ms = self._clock_ms()
+            log.info("replica revision=%d connected=%s", self.revision, connected)
+            self._notify()
+
+
+async def _decoded(changes: Sequence[Change]) -> list[tuple[Change, Event | None]]:
+    """Reading the records is most of the work; the loop gets its turns in between."""
+    decoded: list[tuple[Change, Event | None]] = []
+    for start in range(0, len(changes), DECODED_AT_ONCE):
+        decoded += [(change, records.event(change)) for change in changes[start : start + DECODED_AT_ONCE]]
+        await asyncio.sleep(0)
+    return decoded
+
+
+def _is_valueless(key: str) -> bool:
+    return key.startswith(records.DONE) or (key.startswith(records.NODES) and key.endswith("/report"))
+
+
+def _call(listener: Callable[..., None], *arguments: object) -> None:
+    """A listener's fault is its own: the copy must go on."""
+    try:
+        listener(*arguments)
+    except Exception:
+        log.exception("a listener of the replica failed")
