@@ -120,6 +120,10 @@ class Replica:
             quiet_seconds=0.0 if self._heard_at is None else now - self._heard_at,
         )
 
+    async def ready(self) -> None:
+        """Until the first listing is folded."""
+        await self.wait_for(1)
+
     async def wait_for(self, revision: int) -> None:
         """Until the copy holds what was written under the prefix at `revision`. There is no time limit; and a revision
         at which only other keys changed may be passed late."""
