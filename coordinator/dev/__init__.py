@@ -1,0 +1,1 @@
+"""The trial: everything on this machine, with simulated GPUs, and nothing left behind."""
