@@ -20,6 +20,7 @@ from tests.fakenomad.shapes import Body
 from tests.fakenomad.state import FakeNomad, Refused
 
 _UUID_LENGTH = 36
+_NO_TYPE = "x-none/x-none"
 _DURATION = re.compile(r"(\d+)(ms|s|m)$")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
@@ -28,13 +29,12 @@ Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def refused(status: int, text: str, content_type: str | None = None) -> web.Response:
     """Nomad's errors are bare text, most of them without a content type."""
-    response = web.Response(status=status, body=text.encode())
-    if content_type:
-        response.headers["Content-Type"] = content_type
-    else:
-        response.headers.popall("Content-Type", None)
-        response.headers["X-No-Content-Type"] = "1"
-    return response
+    return web.Response(status=status, body=text.encode(), headers={"Content-Type": content_type or _NO_TYPE})
+
+
+async def _drop_type(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    if response.headers.get("Content-Type") == _NO_TYPE:
+        del response.headers["Content-Type"]
 
 
 class NomadServer:
@@ -56,7 +56,12 @@ class NomadServer:
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        app = web.Application(middlewares=[web.middleware(self._around)])
+        @web.middleware
+        async def around(request: web.Request, handler: Route) -> web.StreamResponse:
+            return await self._around(request, handler)
+
+        app = web.Application(middlewares=[around])
+        app.on_response_prepare.append(_drop_type)
         app.add_routes(
             [
                 web.post("/v1/jobs", self._register),
@@ -203,7 +208,8 @@ class NomadServer:
         self._allow(request, "read-job")
 
         def rows() -> list[Body]:
-            return self.nomad.allocations_of(request.query.get("namespace", "default"), request.match_info["id"])
+            namespace, id = request.query.get("namespace", "default"), request.match_info["id"]
+            return [shapes.alloc_stub(alloc) for alloc in self.nomad.allocations_of(namespace, id)]
 
         index = await self._wait(request, lambda: max((row["ModifyIndex"] for row in rows()), default=self.nomad.table_index["allocs"]))
         return self._json(rows(), index)
@@ -221,7 +227,7 @@ class NomadServer:
         return await self._list(
             request, "allocs",
             lambda: [
-                alloc if states else alloc | {"TaskStates": None}
+                shapes.alloc_stub(alloc) if states else shapes.alloc_stub(alloc) | {"TaskStates": None}
                 for alloc in self._in_namespace(request, list(self.nomad.allocs.values()))
             ],
         )  # fmt: skip

@@ -123,6 +123,10 @@ _STUB_ONLY = ("DeploymentStatus", "FollowupEvalID", "JobType", "JobVersion", "Ne
               "PreemptedByAllocation", "RescheduleTracker", "DesiredTransition")  # fmt: skip
 
 
+def alloc_stub(alloc: Body) -> Body:
+    return {key: value for key, value in alloc.items() if key != "AllocModifyIndex"}
+
+
 def full_allocation(stub: Body) -> Body:
     """`/v1/allocation/ID` shows the object itself, which leaves empty fields out; lists show stubs."""
     shown = {key: value for key, value in stub.items() if key not in _STUB_ONLY}
