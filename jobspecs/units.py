@@ -7,7 +7,7 @@ without a unit is refused where it could mean two things. `ValueInvalid` says wh
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal, Inexact, InvalidOperation, Overflow
 
 MIN_COMPUTE_MILLI = 1
 MAX_COMPUTE_MILLI = 1000
@@ -16,6 +16,8 @@ MAX_DURATION_SECONDS = 10 * 366 * 86_400
 MIN_CPU_MILLI = 10  # the Docker Engine's least
 MAX_CPU_MILLI = 4_096_000
 _LONGEST_TEXT = 40
+# More digits than any text above can bring, so that a product is never rounded behind our back.
+_EXACT = Context(prec=100, traps=[Inexact, InvalidOperation, Overflow])
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[A-Za-z]+)", re.ASCII)
 _MIB = {"MiB": 1, "M": 1, "GiB": 1024, "G": 1024}
@@ -56,7 +58,7 @@ def parse_size(value: object, *, least_mib: int = 1, most_mib: int = MAX_SIZE_MI
     unit = match["unit"]
     if unit not in _MIB:
         raise ValueInvalid(_unit_hint(match["number"], unit), "MiB or GiB")
-    mib = Decimal(match["number"]) * _MIB[unit]
+    mib = _EXACT.multiply(Decimal(match["number"]), Decimal(_MIB[unit]))
     if mib != mib.to_integral_value():
         raise ValueInvalid(f"{text} is {mib:f} MiB, and sizes are kept in whole MiB", "whole MiB")
     if not least_mib <= mib <= most_mib:
@@ -150,8 +152,11 @@ def _unit_seconds(text: str) -> Decimal | None:
     match = _DURATION.fullmatch(text)
     if match is None:
         return None
-    parts = zip(match.groups(), _SECONDS, strict=True)
-    return sum((Decimal(number) * seconds for number, seconds in parts if number), Decimal(0))
+    total = Decimal(0)
+    for number, seconds in zip(match.groups(), _SECONDS, strict=True):
+        if number:
+            total = _EXACT.add(total, _EXACT.multiply(Decimal(number), Decimal(seconds)))
+    return total
 
 
 def _text(value: object) -> str | None:
@@ -169,8 +174,8 @@ def _exact(number: str, factor: int, form: str, limit: str, unit: str) -> int:
     if not _SIGNED.fullmatch(number):
         raise ValueInvalid(form, limit)
     try:
-        scaled = Decimal(number) * factor
-    except InvalidOperation as error:
+        scaled = _EXACT.multiply(Decimal(number), Decimal(factor))
+    except ArithmeticError as error:  # an exponent beyond what can be computed with
         raise ValueInvalid(form, limit) from error
     if abs(scaled) > 10**12:  # before it is written out: 1e999999 has a million digits
         return 10**12 if scaled > 0 else -(10**12)
