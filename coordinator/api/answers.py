@@ -31,7 +31,9 @@ def dump(value: object) -> bytes:
     return _encoder.encode(value)
 
 
-def answer(value: object, *, status: int = 200, revision: int | None = None, headers: dict[str, str] | None = None) -> web.Response:
+def answer(
+    value: object, *, status: int = 200, revision: int | None = None, headers: dict[str, str] | None = None
+) -> web.Response:
     """A JSON answer. `revision` is what it reflects, where that is not the replica's of now."""
     all_headers = dict(headers or {})
     if revision is not None:
@@ -61,7 +63,12 @@ def decode_cursor(text: str, shape: type[T]) -> T:
 
 
 def page(
-    items: Iterable[T], *, key: Callable[[T], tuple[str, ...]], limit: int, cursor: str, newest_first: bool = False
+    items: Iterable[T],
+    *,
+    key: Callable[[T], tuple[str, ...]],
+    limit: int,
+    cursor: str,
+    newest_first: bool = False,
 ) -> tuple[list[T], str | None]:
     """The next `limit` items after the cursor in order of `key`, and the cursor after them (None at the end).
     Costs one pass over the items and a heap of `limit`, whatever their number."""

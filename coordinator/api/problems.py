@@ -54,6 +54,7 @@ class Problem(Exception):
     faults: Sequence[Fault] = ()
     hint: str = ""
     headers: Mapping[str, str] = field(factory=dict)
+    extra: Mapping[str, object] = field(factory=dict)
 
     def answer(self) -> web.Response:
         first = self.faults[0] if self.faults else None
@@ -68,20 +69,24 @@ class Problem(Exception):
             "value": first.value if first else None,
             "hint": self.hint,
             "errors": [fault.view() for fault in self.faults],
+            **self.extra,
         }
         headers = dict(self.headers)
         if self.status in (429, 503):
             headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
         if self.status == 401:
             headers.setdefault("WWW-Authenticate", 'Bearer realm="serai"')
-        return web.Response(
-            status=self.status, body=dump(body), headers=headers, content_type=PROBLEM_JSON
-        )
+        return web.Response(status=self.status, body=dump(body), headers=headers, content_type=PROBLEM_JSON)
 
 
 def not_found(kind: str, name: str) -> Problem:
     """Also the answer for what belongs to another tenant: whether it exists is not told."""
-    return Problem(404, "not_found", f"there is no {kind} {name!r}, or it is not yours", (Fault("id", "not found", None, name),))
+    return Problem(
+        404,
+        "not_found",
+        f"there is no {kind} {name!r}, or it is not yours",
+        (Fault("id", "not found", None, name),),
+    )
 
 
 def bad_parameter(name: str, limit: object, value: object, message: str = "") -> Problem:
@@ -89,14 +94,20 @@ def bad_parameter(name: str, limit: object, value: object, message: str = "") ->
     return Problem(400, "bad_parameter", text, (Fault(name, text, limit, value),))
 
 
-def refused(code: str, field_name: str, message: str, *, limit: object = None, value: object = None, hint: str = "") -> Problem:
+def refused(
+    code: str, field_name: str, message: str, *, limit: object = None, value: object = None, hint: str = ""
+) -> Problem:
     return Problem(422, code, message, (Fault(field_name, message, limit, value),), hint)
 
 
-def conflict(code: str, message: str, *, field_name: str = "", value: object = None, hint: str = "") -> Problem:
+def conflict(
+    code: str, message: str, *, field_name: str = "", value: object = None, hint: str = ""
+) -> Problem:
     faults = (Fault(field_name, message, None, value),) if field_name else ()
     return Problem(409, code, message, faults, hint)
 
 
-def unavailable(code: str, message: str, *, hint: str = "", retry_after_seconds: int = RETRY_AFTER_SECONDS) -> Problem:
+def unavailable(
+    code: str, message: str, *, hint: str = "", retry_after_seconds: int = RETRY_AFTER_SECONDS
+) -> Problem:
     return Problem(503, code, message, hint=hint, headers={"Retry-After": str(retry_after_seconds)})

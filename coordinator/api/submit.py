@@ -127,6 +127,7 @@ class SubmitPump:
         random: Random,
         observe_batch: Callable[[int], None] = lambda jobs: None,
     ) -> None:
+        self.newest_revision = 0  # of what this process has made durable
         self._store = store
         self._max_operations = max_operations - 1  # the fence
         self._queue_jobs = queue_jobs
@@ -246,6 +247,7 @@ class SubmitPump:
             submission.fail(StoreUnavailable("other writes came first, again and again"))
 
     def _settle(self, batch: Sequence[Submission], revision: int) -> None:
+        self.newest_revision = max(self.newest_revision, revision)
         for submission in batch:
             submission.succeed(Receipt(revision))
         self._observe_batch(sum(len(submission.jobs) for submission in batch))

@@ -1,0 +1,72 @@
+"""GET /metrics: the cluster's figures from the replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from coordinator.api.context import Api, api_of
+from coordinator.api.metrics import Gauges, counted, single, text_answer
+from coordinator.api.overview import job_counts
+
+
+async def get_metrics(request: web.Request) -> web.Response:
+    api = api_of(request)
+    body, content_type = await api.metrics.render(_gauges(api), request.headers.get("Accept", ""))
+    return text_answer(body, content_type)
+
+
+def _gauges(api: Api) -> Iterator[Gauges]:
+    snapshot = api.snapshot()
+    states = job_counts(api)
+    yield Gauges(
+        "serai_jobs",
+        "Jobs by the state that is shown",
+        ("state",),
+        tuple(((state.upper(),), count) for state, count in states.items()),
+    )
+    waiting = [api.reasons.last(job) or job.reason for job in snapshot.waiting]
+    yield counted(
+        "serai_jobs_waiting",
+        "Waiting jobs by the code of the reason",
+        "reason",
+        (reason.code.value if reason else "unknown" for reason in waiting),
+    )
+    yield counted(
+        "serai_nodes", "Nodes by status", "status", (node.status.value for node in snapshot.nodes.values())
+    )
+    tenants = sorted(snapshot.tenants.values(), key=lambda tenant: tenant.name)
+    held = snapshot.held
+    for name, help, values in (
+        (
+            "serai_tenant_quota_memory_mib",
+            "GPU memory that a tenant is entitled to",
+            [t.quota_memory_mib for t in tenants],
+        ),
+        (
+            "serai_tenant_granted_memory_mib",
+            "GPU memory that a tenant holds",
+            [held[t.name].memory if t.name in held else 0 for t in tenants],
+        ),
+        (
+            "serai_tenant_granted_compute_milli",
+            "Thousandths of GPUs that a tenant holds",
+            [held[t.name].compute if t.name in held else 0 for t in tenants],
+        ),
+    ):
+        yield Gauges(
+            name,
+            help,
+            ("tenant",),
+            tuple(((t.name,), value) for t, value in zip(tenants, values, strict=True)),
+        )
+    yield single("serai_replica_revision", "Store revision that this replica has seen", api.revision)
+    yield single(
+        "serai_store_revision_behind",
+        "Revisions by which this replica is behind the newest it knows of",
+        max(0, api.pump.newest_revision - api.revision),
+    )
+    yield single(
+        "serai_submit_waiting_jobs", "Jobs that wait to be written by this process", api.pump.waiting_jobs
+    )
