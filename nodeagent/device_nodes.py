@@ -15,9 +15,10 @@ _SHARED = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 _PCI_BUS_ID = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-9a-fA-F])")
 
 
-def pci_address(bus_id: str) -> str:
+def pci_address(bus_id: str | bytes) -> str:
     """NVML writes `00000000:3B:00.0`, Linux `0000:3b:00.0`: the form of Linux, empty for what is no bus id."""
-    match = _PCI_BUS_ID.fullmatch(bus_id.strip())
+    text = bus_id.decode(errors="replace") if isinstance(bus_id, bytes) else bus_id
+    match = _PCI_BUS_ID.fullmatch(text.strip())
     if match is None:
         return ""
     domain, bus, device, function = match.groups()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import evolve, field, frozen
 
-from vgpu.inventory import WHOLE_GPU_MILLI, Gpu
+from vgpu.inventory import WHOLE_GPU_MILLI, Gpu, GpuProcess
 
 MIB = 1 << 20
 # The kernel's PID_MAX_LIMIT on 64-bit machines (Linux, include/linux/threads.h); a pid above it is a misread row (NV-1).
 HIGHEST_PID = 4 * 1024 * 1024
 IN_MIG_MODE = "in MIG mode"
+NO_INSTANCE = 0xFFFFFFFF
 
 _HEX = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _CARD_UUID = re.compile(rf"GPU-{_HEX}", re.IGNORECASE)
@@ -47,10 +48,23 @@ class Memory:
         return max(0, self.total_mib - (self.reserved_mib or 0))
 
 
-def mig_compute_milli(compute_slices: int, card_slices: int) -> int:
-    """The part of the card that a MIG instance has: its compute slices out of the card's (7 on A100 and H100, 4 on
-    A30), rounded down, so that the instances of a card never add up to more than the card."""
-    return max(1, WHOLE_GPU_MILLI * compute_slices // max(card_slices, compute_slices, 1))
+def mig_instance(like: Gpu, card: str, memory: Memory, slices: tuple[int | None, int], name: str) -> Gpu:
+    """One MIG instance. `like` is its card with the instance's own UUID and device nodes; `slices` are its compute
+    slices, None when not known, and the card's (7 on A100 and H100, 4 on A30).
+
+    Memory is what the driver says, never what the profile's name says: 1g.18gb has 16384 MiB (MG-1). Compute is rounded
+    down, so that the instances of a card never add up to more than the card.
+    """
+    own, of_card = slices[0] or 1, slices[1]
+    return evolve(
+        like,
+        memory_mib=memory.schedulable_mib,
+        memory_total_mib=memory.total_mib,
+        compute_milli=WHOLE_GPU_MILLI * own // max(of_card, own),
+        parent=card,
+        mig_profile=name.partition(" MIG ")[2],
+        unavailable=odd_uuid(like.uuid, mig=True),
+    )
 
 
 def share_instance_memory(gpus: Sequence[Gpu], instance_of: Mapping[str, int]) -> tuple[Gpu, ...]:
@@ -60,19 +74,41 @@ def share_instance_memory(gpus: Sequence[Gpu], instance_of: Mapping[str, int]) -
     return tuple(evolve(gpu, memory_mib=gpu.memory_mib // sharers[instance_of[gpu.uuid]]) for gpu in gpus)
 
 
-def plausible_processes(
-    rows: Iterable[tuple[int, int | None]], memory_total_bytes: int
-) -> tuple[tuple[tuple[int, int | None], ...], int]:
-    """The (pid, bytes or None) rows that can be true, and how many cannot: some drivers answer with another layout of
+def processes_of(
+    gpu: Gpu,
+    rows: Sequence[tuple[int, int | None]] | None,
+    attempt_of: Callable[[int], str],
+    warnings: list[str],
+) -> tuple[GpuProcess, ...] | None:
+    """The (pid, bytes) rows that can be true, None when nothing is known. Some drivers answer with another layout of
     the row than the library asked for, which swaps pid and memory (NV-1)."""
-    kept: list[tuple[int, int | None]] = []
-    dropped = 0
-    for pid, used in rows:
-        if 0 < pid <= HIGHEST_PID and (used is None or 0 <= used <= memory_total_bytes):
-            kept.append((pid, used))
-        else:
-            dropped += 1
-    return tuple(kept), dropped
+    if rows is None:
+        warnings.append(f"process info unavailable for GPU {gpu.uuid}")
+        return None
+    total = gpu.memory_total_mib * MIB
+    kept = [
+        GpuProcess(pid, None if used is None else -(-used // MIB), attempt_of(pid))
+        for pid, used in rows
+        if 0 < pid <= HIGHEST_PID and (used is None or 0 <= used <= total)
+    ]
+    wrong = len(rows) - len(kept)
+    if wrong:
+        warnings.append(
+            f"process info unavailable for GPU {gpu.uuid}: {wrong} of {len(rows)} rows cannot be true"
+        )
+    return None if wrong and not kept else tuple(kept)
+
+
+def instances_hit(
+    instances: Mapping[tuple[str, int, int], str], card: str, gpu_instance: int, compute_instance: int
+) -> tuple[str, ...]:
+    """UUIDs of the MIG instances of a card that an event is about; the driver names all of a GPU instance by
+    NO_INSTANCE in place of the compute instance, and the whole card by NO_INSTANCE in both."""
+    return tuple(
+        uuid
+        for (parent, gi, ci), uuid in instances.items()
+        if parent == card and gi == gpu_instance and compute_instance in (ci, NO_INSTANCE)
+    )
 
 
 @frozen

@@ -118,6 +118,22 @@ XIDS: Mapping[int, XidRule] = {
 }
 
 
+# nvmlDeviceGpuRecoveryAction_t, as far as it concerns this GPU alone; drivers tell it since 565.
+_RECOVERY: Mapping[int, str] = {
+    1: "a reset of the GPU",
+    2: "a reboot of the node",
+    3: "the GPU to be drained of traffic with its peers",
+    4: "the GPU to be drained and reset",
+    6: "a reset of the GPU's bus",
+    7: "a reboot of the system",
+}
+
+
+def recovery_complaint(action: int) -> str:
+    """A GPU whose driver still asks for a reset is not good, however well it answers."""
+    return f"the driver asks for {_RECOVERY[action]}" if action in _RECOVERY else ""
+
+
 def classify(xid: int) -> XidRule:
     """What an Xid means for the job and the GPU. An unknown one takes the GPU out."""
     return XIDS.get(xid) or XidRule(XidKind.HARDWARE, "an Xid that is not in the catalog")

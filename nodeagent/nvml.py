@@ -2,7 +2,7 @@
 
 What it keeps: one GPU that is lost or odd never hides the others, a value that the driver does not give is None and never
 0, and a card is known by its UUID alone. NVML counts the GPUs at nvmlInit, so a card that comes back is seen only by a
-new init: after an empty or incomplete reading the library is given back, and the next reading opens it again (GH-10).
+new init: after an empty or incomplete reading the library is given back and opened again, with a back-off (GH-10).
 Pids are those of the machine only if the agent runs in the machine's pid namespace.
 """
 
@@ -19,19 +19,19 @@ from attrs import define, evolve, field
 from nodeagent.device_nodes import KernelFiles, pci_address
 from nodeagent.gpu_facts import (
     IN_MIG_MODE,
-    MIB,
     Memory,
     NvLinks,
     carry_over,
-    mig_compute_milli,
+    instances_hit,
+    mig_instance,
     nvlinks_between,
     odd_uuid,
-    plausible_processes,
+    processes_of,
     share_instance_memory,
 )
-from nodeagent.gpu_health import GpuHealth
+from nodeagent.gpu_health import GpuHealth, recovery_complaint
 from nodeagent.gpu_source import AttemptOf, GpuInventory, GpusNotReady, Held, WhyNotReady, XidEvent
-from vgpu.inventory import Gpu, GpuProcess, GpuReport, Link, LinkLevel
+from vgpu.inventory import Gpu, GpuReport, Link, LinkLevel
 
 _WHY = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: WhyNotReady.NO_LIBRARY,
@@ -42,26 +42,13 @@ _WHY = {
     pynvml.NVML_ERROR_TIMEOUT: WhyNotReady.NO_ANSWER,
 }
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_GPU_NOT_FOUND)
+_EMPTY_SLOT = (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 _NO_MORE_LINKS = (pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_NOT_SUPPORTED)
-_LEVELS = {
-    pynvml.NVML_TOPOLOGY_INTERNAL: LinkLevel.SAME_BOARD,
-    pynvml.NVML_TOPOLOGY_SINGLE: LinkLevel.PCIE_SWITCH,
-    pynvml.NVML_TOPOLOGY_MULTIPLE: LinkLevel.PCIE_SWITCHES,
-    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: LinkLevel.HOST_BRIDGE,
-    pynvml.NVML_TOPOLOGY_NODE: LinkLevel.NUMA_NODE,
-    pynvml.NVML_TOPOLOGY_SYSTEM: LinkLevel.SYSTEM,
-}
-# nvmlDeviceGpuRecoveryAction_t, as far as it concerns this GPU alone; since driver 565.
-_RECOVERY = {
-    1: "a reset of the GPU",
-    2: "a reboot of the node",
-    3: "the GPU to be drained of traffic with its peers",
-    4: "the GPU to be drained and reset",
-    6: "a reset of the GPU's bus",
-    7: "a reboot of the system",
-}
+_LEVELS = dict(
+    zip(range(0, 60, 10), LinkLevel, strict=True)
+)  # nvmlGpuTopologyLevel_t, nearest first as LinkLevel
 _EVENTS_AT_ONCE = 1000
-_NO_INSTANCE = 0xFFFFFFFF
+_MOST_PATIENCE = 16
 
 
 @define
@@ -96,10 +83,11 @@ class NvmlSource:
         self._events: list[XidEvent] = []
         self._open = False
         self._reopen = False
+        self._patience = 1  # how many readings to wait for the next init while something is missing
+        self._waited = 0
 
     def read_inventory(self) -> GpuInventory:
-        if self._reopen:
-            self.close()
+        self._reopen_if_due()
         reading = _Reading()
         count = self._count()
         for index in range(count):
@@ -112,8 +100,12 @@ class NvmlSource:
         links = _read_links([gpu for gpu in reading.gpus if not gpu.parent], reading.handles)
         self._register_events(reading)
         self._reopen = not reading.complete or not reading.gpus or bool(lost)
+        if not self._reopen or not reading.gpus:
+            self._patience = 1
         self._known, self._reading = gpus, reading
         self._health.forget_all_but(frozenset(gpu.uuid for gpu in gpus))
+        for gpu in lost:
+            self._health.see_probe(gpu.uuid, gpu.unavailable)
         return GpuInventory(gpus, links, (*reading.warnings, *notes))
 
     def read_report(self, attempt_of: AttemptOf, held: Held) -> tuple[GpuReport, ...]:
@@ -145,6 +137,16 @@ class NvmlSource:
         self._open, self._event_set, self._reading, self._reopen = False, None, None, False
         self._registered.clear()
 
+    def _reopen_if_due(self) -> None:
+        """An init takes long and drops events, so a card that stays away is asked for ever less often."""
+        self._waited = self._waited + 1 if self._reopen else 0
+        if self._waited < self._patience:
+            return
+        if self._reading is not None:
+            self._drain_events(self._reading)
+        self.close()
+        self._patience, self._waited = min(2 * self._patience, _MOST_PATIENCE), 0
+
     def _count(self) -> int:
         """Opens the library if need be. An error here concerns no single GPU: the inventory is not ready."""
         try:
@@ -162,48 +164,46 @@ class NvmlSource:
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             uuid = pynvml.nvmlDeviceGetUUID(handle)
-            card = self._read_card(index, uuid, handle, reading.warnings)
+            mode = _maybe(pynvml.nvmlDeviceGetMigMode, handle)
+            in_mig_mode = mode is not None and mode[0] == 1
+            card = self._read_card(index, uuid, handle, in_mig_mode, reading.warnings)
+            instances = self._read_instances(card, handle, reading) if in_mig_mode else ()
         except pynvml.NVMLError as error:
             reading.complete = False
             if uuid:
                 reading.why_missing[uuid] = str(error)
             reading.warnings.append(f"GPU {index} {uuid}".rstrip() + f" cannot be read: {error}")
             return
-        reading.gpus.append(card)
         reading.handles[uuid] = handle
-        if _in_mig_mode(handle):
-            self._read_instances(card, handle, reading)
+        reading.gpus += [card, *instances]
 
-    def _read_card(self, index: int, uuid: str, handle: Any, warnings: list[str]) -> Gpu:
+    def _read_card(self, index: int, uuid: str, handle: Any, in_mig_mode: bool, warnings: list[str]) -> Gpu:
         memory = _memory(handle)
         pci = _maybe(pynvml.nvmlDeviceGetPciInfo_v3, handle)
-        address = pci_address(_text(pci.busId)) if pci is not None else ""
+        address = pci_address(pci.busId) if pci is not None else ""
         minor = _maybe(pynvml.nvmlDeviceGetMinorNumber, handle)
-        paths = self._files.of_card(minor)
         odd = odd_uuid(uuid, mig=False)
-        if odd:
-            warnings.append(f"GPU {index} may not be used: {odd}")
-        if not paths:
-            warnings.append(
-                f"GPU {index} {uuid} has no device node /dev/nvidia{'?' if minor is None else minor}"
-            )
-        if memory.reserved_mib is None:
-            warnings.append(
-                f"GPU {index} {uuid}: the driver does not say how much memory it keeps for itself"
-            )
-        return Gpu(
+        card = Gpu(
             uuid=uuid,
             index=index,
             model=_maybe(pynvml.nvmlDeviceGetName, handle) or "unknown",
             memory_mib=memory.schedulable_mib,
             memory_total_mib=memory.total_mib,
-            device_paths=paths,
+            device_paths=self._files.of_card(minor),
             pci_bus_id=address,
             numa_node=self._files.numa_node(address) if address else None,
-            unavailable=odd or (IN_MIG_MODE if _in_mig_mode(handle) else ""),
+            unavailable=odd or (IN_MIG_MODE if in_mig_mode else ""),
         )
+        if odd:
+            warnings.append(f"GPU {index} may not be used: {odd}")
+        if not card.device_paths:
+            node = f"/dev/nvidia{'?' if minor is None else minor}"
+            warnings.append(f"GPU {index} {uuid} has no device node {node}")
+        if memory.reserved_mib is None:
+            warnings.append(f"GPU {index} {uuid}: the driver does not say how much memory it keeps")
+        return card
 
-    def _read_instances(self, card: Gpu, handle: Any, reading: _Reading) -> None:
+    def _read_instances(self, card: Gpu, handle: Any, reading: _Reading) -> tuple[Gpu, ...]:
         slots = _maybe(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
         minor = _maybe(pynvml.nvmlDeviceGetMinorNumber, handle)
         found: list[Gpu] = []
@@ -214,73 +214,57 @@ class NvmlSource:
                 mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
                 uuid = pynvml.nvmlDeviceGetUUID(mig)
                 gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
-                instance = self._read_instance(card, uuid, mig, (gi, ci, slots), reading.warnings)
-                instance = evolve(instance, device_paths=self._files.of_mig_instance(minor, gi, ci))
+                memory = _memory(mig)
+                attributes = _maybe(pynvml.nvmlDeviceGetAttributes_v2, mig)
             except pynvml.NVMLError as error:
-                if uuid or error.value not in (
-                    pynvml.NVML_ERROR_NOT_FOUND,
-                    pynvml.NVML_ERROR_INVALID_ARGUMENT,
-                ):
+                if uuid or error.value not in _EMPTY_SLOT:
                     reading.why_missing[uuid] = str(error)
-                    reading.warnings.append(
-                        f"MIG instance {uuid or slot} of {card.uuid} cannot be read: {error}"
-                    )
-                continue  # an empty slot
+                    name = uuid or str(slot)
+                    reading.warnings.append(f"MIG instance {name} of {card.uuid} cannot be read: {error}")
+                continue
+            instance = mig_instance(
+                evolve(card, uuid=uuid, device_paths=self._files.of_mig_instance(minor, gi, ci)),
+                card.uuid,
+                memory,
+                (attributes.computeInstanceSliceCount if attributes is not None else None, slots),
+                _or_none(pynvml.nvmlDeviceGetName, mig) or "",
+            )
+            if attributes is None:
+                reading.warnings.append(
+                    f"MIG instance {uuid}: its compute is not known, counted as one slice"
+                )
+            if instance.unavailable:
+                reading.warnings.append(
+                    f"MIG instance of {card.uuid} may not be used: {instance.unavailable}"
+                )
             found.append(instance)
             instance_of[uuid] = gi
             reading.handles[uuid] = mig
             reading.instances[card.uuid, gi, ci] = uuid
-        reading.gpus.extend(share_instance_memory(found, instance_of))
-
-    def _read_instance(
-        self, card: Gpu, uuid: str, mig: Any, place: tuple[int, int, int], warnings: list[str]
-    ) -> Gpu:
-        """`place`: ids of the GPU instance and the compute instance, and how many slices the card has."""
-        gi, ci, card_slices = place
-        memory = _memory(mig)
-        attributes = _maybe(pynvml.nvmlDeviceGetAttributes_v2, mig)
-        name = _maybe(pynvml.nvmlDeviceGetName, mig) or ""
-        odd = odd_uuid(uuid, mig=True)
-        if odd:
-            warnings.append(f"MIG instance {gi}/{ci} of {card.uuid} may not be used: {odd}")
-        if attributes is None:
-            warnings.append(f"MIG instance {uuid}: its compute is not known, counted as one slice")
-        return evolve(
-            card,
-            uuid=uuid,
-            memory_mib=memory.schedulable_mib,  # read, never taken from the profile's name (MG-1)
-            memory_total_mib=memory.total_mib,
-            compute_milli=mig_compute_milli(
-                attributes.computeInstanceSliceCount if attributes else 1, card_slices
-            ),
-            parent=card.uuid,
-            mig_profile=name.partition(" MIG ")[2],
-            unavailable=odd,
-        )
+        return share_instance_memory(found, instance_of)
 
     def _report(self, gpu: Gpu, reading: _Reading, attempt_of: AttemptOf, warnings: list[str]) -> GpuReport:
         handle = reading.handles.get(gpu.uuid)
         if handle is None:
-            return GpuReport(gpu.uuid, fault=gpu.unavailable)
+            return GpuReport(gpu.uuid, fault=self._health.fault(gpu.uuid) or gpu.unavailable)
         try:
             memory = _memory(handle)
             utilization = _maybe(pynvml.nvmlDeviceGetUtilizationRates, handle)
             temperature = _maybe(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
             power = _maybe(pynvml.nvmlDeviceGetPowerUsage, handle)
             rows = _process_rows(handle)
-            complaint = _complaint(handle)
+            self._health.see_probe(gpu.uuid, _complaint(handle))
         except pynvml.NVMLError as error:
             self._reopen = True
             self._health.see_probe(gpu.uuid, str(error))
             return GpuReport(gpu.uuid, fault=self._health.fault(gpu.uuid))
-        self._health.see_probe(gpu.uuid, complaint)
         return GpuReport(
             uuid=gpu.uuid,
             memory_used_mib=memory.used_mib,
             utilization_percent=utilization.gpu if utilization is not None else None,
             temperature_celsius=temperature,
             power_milliwatt=power,
-            processes=_processes(gpu, rows, attempt_of, warnings),
+            processes=processes_of(gpu, rows, attempt_of, warnings),
             fault=self._health.fault(gpu.parent) or self._health.fault(gpu.uuid),
         )
 
@@ -316,13 +300,7 @@ class NvmlSource:
                 continue
             xid = int(event.eventData)
             rule = self._health.see_xid(card, xid)
-            touched = [
-                uuid
-                for (parent, gi, ci), uuid in reading.instances.items()
-                if parent == card
-                and gi == event.gpuInstanceId
-                and event.computeInstanceId in (ci, _NO_INSTANCE)
-            ]
+            touched = instances_hit(reading.instances, card, event.gpuInstanceId, event.computeInstanceId)
             self._events += [XidEvent(uuid, xid, rule.kind, rule.text) for uuid in touched or [card]]
 
 
@@ -343,17 +321,8 @@ def _maybe(getter: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _text(raw: bytes | str) -> str:
-    return raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-
-
 def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
-
-
-def _in_mig_mode(handle: Any) -> bool:
-    mode = _maybe(pynvml.nvmlDeviceGetMigMode, handle)
-    return mode is not None and mode[0] == 1
 
 
 def _memory(handle: Any) -> Memory:
@@ -373,8 +342,7 @@ def _complaint(handle: Any) -> str:
     values = _maybe(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     if values is None or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return ""
-    action = _RECOVERY.get(values[0].value.uiVal)
-    return f"the driver asks for {action}" if action else ""
+    return recovery_complaint(values[0].value.uiVal)
 
 
 def _process_rows(handle: Any) -> list[tuple[int, int | None]] | None:
@@ -394,35 +362,12 @@ def _process_rows(handle: Any) -> list[tuple[int, int | None]] | None:
     return None
 
 
-def _processes(
-    gpu: Gpu, rows: list[tuple[int, int | None]] | None, attempt_of: AttemptOf, warnings: list[str]
-) -> tuple[GpuProcess, ...] | None:
-    if rows is None:
-        warnings.append(f"process info unavailable for GPU {gpu.uuid}")
-        return None
-    kept, dropped = plausible_processes(rows, gpu.memory_total_mib * MIB)
-    if dropped:
-        warnings.append(
-            f"process info unavailable for GPU {gpu.uuid}: {dropped} of {len(rows)} rows cannot be true"
-        )
-        if not kept:
-            return None
-    return tuple(
-        GpuProcess(pid, None if used is None else -(-used // MIB), attempt_of(pid)) for pid, used in kept
-    )
-
-
 def _read_links(cards: list[Gpu], handles: dict[str, Any]) -> tuple[Link, ...]:
     addresses = frozenset(card.pci_bus_id for card in cards if card.pci_bus_id)
     nvlinks = {card.uuid: _nvlinks(handles[card.uuid], addresses) for card in cards}
     return tuple(
-        Link(
-            first.uuid,
-            second.uuid,
-            _level(first, second, handles),
-            nvlinks_between(first, second, nvlinks),
-        )
-        for first, second in itertools.combinations(cards, 2)
+        Link(one.uuid, two.uuid, _level(one, two, handles), nvlinks_between(one, two, nvlinks))
+        for one, two in itertools.combinations(cards, 2)
     )
 
 
@@ -448,7 +393,7 @@ def _nvlinks(handle: Any, addresses: frozenset[str]) -> NvLinks:
             continue
         kind = _or_none(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         pci = _or_none(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-        address = pci_address(_text(pci.busId)) if pci is not None else ""
+        address = pci_address(pci.busId) if pci is not None else ""
         if address in addresses:
             direct[address] = direct.get(address, 0) + 1
         elif kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
