@@ -136,7 +136,11 @@ class NomadApi:
         """Stops all of the job; the same again, and for a job that is not there, is no error."""
         try:
             answer, _ = await self._call(
-                Registered, self._job, quote(id, safe=""), method="delete", params={"purge": str(purge).lower()}
+                Registered,
+                self._job,
+                quote(id, safe=""),
+                method="delete",
+                params={"purge": str(purge).lower()},
             )
         except NomadError as error:
             if error.status == 404:
@@ -160,13 +164,17 @@ class NomadApi:
     async def job_evaluations(self, id: str) -> Sequence[EvaluationSeen]:
         return (await self._call(tuple[EvaluationSeen, ...], self._job, quote(id, safe=""), "evaluations"))[0]
 
-    async def allocations(self, after: int = 0, wait_seconds: float = 0) -> tuple[Sequence[AllocationSeen], int]:
+    async def allocations(
+        self, after: int = 0, wait_seconds: float = 0
+    ) -> tuple[Sequence[AllocationSeen], int]:
         """All allocations of the namespace, and the index of the list. With `after`, blocks up to `wait_seconds`
         until the list has changed beyond that index."""
         params: dict[str, Any] = {"task_states": "true"}
         if after:
             params |= {"index": after, "wait": f"{int(wait_seconds * 1000)}ms"}
-        return await self._call(tuple[AllocationSeen, ...], self._allocations, params=params, wait_seconds=wait_seconds)
+        return await self._call(
+            tuple[AllocationSeen, ...], self._allocations, params=params, wait_seconds=wait_seconds
+        )
 
     async def settled(self, evaluation: str) -> EvaluationSeen | None:
         """Follows an evaluation until the scheduler is done with it, or `evaluation_seconds` are over; None if Nomad
@@ -191,9 +199,15 @@ class NomadApi:
             return next((node.version for node in await self.nodes() if node.version), "")
         return answer.config.version.version
 
-    async def _found(self, kind: type[T], endpoint: Any, *path: str, params: Mapping[str, Any] | None = None) -> T | None:
+    async def _found(
+        self, kind: type[T], endpoint: Any, *path: str, params: Mapping[str, Any] | None = None
+    ) -> T | None:
         try:
-            return (await self._call(kind, endpoint, *path, params=params, wait_seconds=self.settings.evaluation_seconds))[0]
+            return (
+                await self._call(
+                    kind, endpoint, *path, params=params, wait_seconds=self.settings.evaluation_seconds
+                )
+            )[0]
         except NomadError as error:
             if error.status == 404:
                 return None
@@ -216,13 +230,19 @@ class NomadApi:
         work = asyncio.get_running_loop().run_in_executor(
             self._pool,
             lambda: endpoint.request(
-                *path, method=method, params=dict(params or {}), json=json, timeout=(self.settings.connect_seconds, limit)
+                *path,
+                method=method,
+                params=dict(params or {}),
+                json=json,
+                timeout=(self.settings.connect_seconds, limit),
             ),
         )
         try:
             response = await asyncio.wait_for(work, limit + self.settings.connect_seconds)
         except TimeoutError:
-            raise NomadUnreachable(f"no answer from Nomad at {self.settings.address} within {limit:.0f} s") from None
+            raise NomadUnreachable(
+                f"no answer from Nomad at {self.settings.address} within {limit:.0f} s"
+            ) from None
         except (BaseNomadException, TimeoutNomadException) as error:
             raise self._translated(error) from None
         try:
@@ -250,16 +270,16 @@ class NomadApi:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[frozenset[str]]:
-        """The ids of jobs to which something happened; the first item is empty and tells that the stream stands. A
-        hint: events may be lost, repeated or old. Ends when the stream does."""
+    async def events(self) -> AsyncIterator[frozenset[str] | None]:
+        """The ids of jobs to which something happened, none in a heartbeat; the first item is None and tells that the
+        stream stands. A hint: events may be lost, repeated or old. Ends when the stream does."""
         params = [("topic", "Allocation"), ("topic", "Evaluation"), ("namespace", self.settings.namespace)]
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self.settings.connect_seconds, sock_read=self.settings.quiet_seconds
         )
         async for chunk in self._lines("/v1/event/stream", params, timeout):
             try:
-                yield msgspec.json.decode(chunk, type=StreamLine).job_ids if chunk else frozenset()
+                yield msgspec.json.decode(chunk, type=StreamLine).job_ids if chunk else None
             except msgspec.MsgspecError as error:
                 raise NomadUnreachable(f"the event stream is broken: {error}") from error
 
@@ -293,7 +313,9 @@ class NomadApi:
                 async for chunk in response.content.iter_any():
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise NomadUnreachable(f"the stream from Nomad at {self.settings.address} broke: {error!r}") from error
+            raise NomadUnreachable(
+                f"the stream from Nomad at {self.settings.address} broke: {error!r}"
+            ) from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -33,7 +33,10 @@ _NO_SUCH_IMAGE = re.compile(
     r"|pull access denied|unauthorized|access (to the resource )?is? ?denied|denied: requested access|invalid reference format",
     re.IGNORECASE,
 )
-_PASSING = re.compile(r"\b50[0234]\b|bad gateway|timeout|timed out|no such host|connection refused|toomanyrequests", re.IGNORECASE)
+_PASSING = re.compile(
+    r"\b50[0234]\b|bad gateway|timeout|timed out|no such host|connection refused|toomanyrequests",
+    re.IGNORECASE,
+)
 _FAILURES = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download")
 _LONGEST_DETAIL = 1000
 LARGEST_SIGNAL = 64
@@ -100,7 +103,9 @@ def _of_copies(seen: AttemptSeen, number: int, copies: Sequence[AllocationSeen])
         all_dead = all(copy.is_ended for copy in copies)
         may_come_again = not seen.stopped and any(copy.was_lost for copy in copies)
         return evolve(_ended(task, first), released=all_dead and not may_come_again)
-    if first.client_status == "running" or (first.client_status == UNKNOWN and task.started_at_ms is not None):
+    if first.client_status == "running" or (
+        first.client_status == UNKNOWN and task.started_at_ms is not None
+    ):
         task = evolve(task, state=TaskState.RUNNING)
     if first.client_status == UNKNOWN:
         return evolve(task, detail="Nomad is out of touch with its node")
@@ -115,7 +120,11 @@ def _ended(task: Task, allocation: AllocationSeen) -> Task:
     ended_at_ms = time_ms(state.finished_at) or allocation.modify_time // 1_000_000
     task = evolve(task, state=TaskState.EXITED, ended_at_ms=ended_at_ms)
     if allocation.was_lost and (killed is not None or terminated is None):
-        detail = "Nomad lost its node" if not allocation.is_ended else "Nomad lost its node, and ended it on its return"
+        detail = (
+            "Nomad lost its node"
+            if not allocation.is_ended
+            else "Nomad lost its node, and ended it on its return"
+        )
         return evolve(task, fault=ReasonCode.NODE_LOST.value, detail=detail)
     if terminated is not None:
         return _terminated(task, terminated.details or {})
@@ -143,9 +152,17 @@ def _terminated(task: Task, details: Mapping[str, str]) -> Task:
 
 
 def _not_started(task: Task, kind: str, details: Mapping[str, str], shown: str) -> Task:
-    text = details.get("driver_error") or details.get("validation_error") or details.get("setup_error") or shown or kind
+    text = (
+        details.get("driver_error")
+        or details.get("validation_error")
+        or details.get("setup_error")
+        or shown
+        or kind
+    )
     hopeless = bool(_NO_SUCH_IMAGE.search(text)) and not _PASSING.search(text)
-    fault = ReasonCode.IMAGE_UNAVAILABLE if kind == "Driver Failure" and hopeless else ReasonCode.LAUNCH_FAILED
+    fault = (
+        ReasonCode.IMAGE_UNAVAILABLE if kind == "Driver Failure" and hopeless else ReasonCode.LAUNCH_FAILED
+    )
     return evolve(task, fault=fault.value, detail=text[:_LONGEST_DETAIL])
 
 

@@ -60,12 +60,17 @@ def differences(fake: Any, real: Any, path: str = "") -> list[str]:
     return [f"{path} is {type(fake).__name__}, not {type(real).__name__}"]
 
 
-def job(id: str, node: str, script: str, *, image: str = "serai-test:1", memory_mb: int = 64, **group: Any) -> dict[str, Any]:
+def job(
+    id: str, node: str, script: str, *, image: str = "serai-test:1", memory_mb: int = 64, **group: Any
+) -> dict[str, Any]:
     """A job as the recording's, with another script."""
     request = copy.deepcopy(next(entry for entry in RECORDED if entry["tag"] == "register.create")["request"])
     body = request["Job"]
     body |= {"ID": id, "Name": id}
-    body["TaskGroups"][0] |= {"Constraints": [{"LTarget": "${node.unique.id}", "Operand": "=", "RTarget": node}], **group}
+    body["TaskGroups"][0] |= {
+        "Constraints": [{"LTarget": "${node.unique.id}", "Operand": "=", "RTarget": node}],
+        **group,
+    }
     task = body["TaskGroups"][0]["Tasks"][0]
     task["Resources"] = {"CPU": 100, "MemoryMB": memory_mb}
     task["Config"] |= {"image": image, "command": "sh", "args": ["-c", script], "devices": []}
@@ -88,7 +93,10 @@ class Replay:
         # The one request that was no JSON was recorded without its body.
         data = b"{" if entry["tag"] == "register.badjson" else None
         async with self.session.request(
-            entry["method"], self.server.address + path, json=entry.get("request") if data is None else None, data=data
+            entry["method"],
+            self.server.address + path,
+            json=entry.get("request") if data is None else None,
+            data=data,
         ) as response:
             text = await response.text()
             kind = response.headers.get("Content-Type")
@@ -355,19 +363,37 @@ async def test_config_is_read_as_a_template(replay: Replay, text: str, arrives: 
 
 async def test_only_known_names_are_replaced_in_env_and_nothing_escapes_them(replay: Replay) -> None:
     request = job("t.env", NODE_1, "exit 0")
-    request["Job"]["TaskGroups"][0]["Tasks"][0]["Env"] = {"A": "${node.unique.id}", "B": "${HOME} $${y}", "C": "$${NOMAD_TASK_NAME}"}
+    request["Job"]["TaskGroups"][0]["Tasks"][0]["Env"] = {
+        "A": "${node.unique.id}",
+        "B": "${HOME} $${y}",
+        "C": "$${NOMAD_TASK_NAME}",
+    }
     replay.nomad.register(replay.nomad.check_register(request))
     assert replay.nomad.clients.of_job("t.env")[0].env == {"A": NODE_1, "B": "${HOME} $${y}", "C": "$main"}
 
 
 async def test_acl_denies_with_403_but_streams_and_logs_with_500(replay: Replay) -> None:
-    replay.nomad.acl = {"coordinator": {"list-jobs", "read-job", "submit-job", "read-logs", "node:read"}, "weak": set()}
+    replay.nomad.acl = {
+        "coordinator": {"list-jobs", "read-job", "submit-job", "read-logs", "node:read"},
+        "weak": set(),
+    }
     seen = {}
     for token in ("coordinator", "weak", "unknown"):
-        for path in ("/v1/jobs", "/v1/nodes", "/v1/agent/self", "/v1/client/fs/logs/x?task=main", "/v1/event/stream"):
-            async with replay.session.get(replay.server.address + path, headers={"X-Nomad-Token": token}) as response:
+        for path in (
+            "/v1/jobs",
+            "/v1/nodes",
+            "/v1/agent/self",
+            "/v1/client/fs/logs/x?task=main",
+            "/v1/event/stream",
+        ):
+            async with replay.session.get(
+                replay.server.address + path, headers={"X-Nomad-Token": token}
+            ) as response:
                 seen[token, path.partition("?")[0]] = response.status
-                assert response.status in (200, 404) or await response.text() in ("Permission denied", "ACL token not found")
+                assert response.status in (200, 404) or await response.text() in (
+                    "Permission denied",
+                    "ACL token not found",
+                )
     assert list(seen.values()) == [200, 200, 403, 404, 200, 403, 403, 403, 500, 500, 403, 403, 403, 403, 403]
 
 

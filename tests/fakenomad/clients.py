@@ -142,7 +142,9 @@ class Clients:
             self._report_end(alloc, killed=killed)
         elif container is None and alloc["ClientStatus"] not in ("complete", "failed"):
             state = self._state(alloc)
-            self._event(state, "Killing", "Sent interrupt. Waiting 5s before force killing", {"kill_timeout": "5s"})
+            self._event(
+                state, "Killing", "Sent interrupt. Waiting 5s before force killing", {"kill_timeout": "5s"}
+            )
             self._event(state, "Killed", "Task successfully killed")
             state["State"] = "dead"
             self._report(alloc, "complete", "All tasks have completed")
@@ -157,7 +159,9 @@ class Clients:
         details = {"exit_code": str(code), "signal": "0", "oom_killed": str(container.oom).lower()}
         shown, message = f"Exit Code: {code}", ""
         if code:
-            message = "OOM Killed" if container.oom else f"Docker container exited with non-zero exit code: {code}"
+            message = (
+                "OOM Killed" if container.oom else f"Docker container exited with non-zero exit code: {code}"
+            )
             details["exit_message"] = message
             shown += f', Exit Message: "{message}"'
         self._event(state, "Terminated", shown, details, ExitCode=code, Message=message)
@@ -167,7 +171,9 @@ class Clients:
         elif code:
             self._no_restart(state)
         failed = bool(code) and not killed
-        self._report(alloc, *(("failed", "Failed tasks") if failed else ("complete", "All tasks have completed")))
+        self._report(
+            alloc, *(("failed", "Failed tasks") if failed else ("complete", "All tasks have completed"))
+        )
 
     def _no_restart(self, state: Body) -> None:
         reason = "Policy allows no restarts"
@@ -180,7 +186,11 @@ class Clients:
     def down(self, node_id: str) -> None:
         """The server misses the node's heartbeats. Its containers go on running."""
         node = self._nomad.nodes[node_id]
-        here = [a for a in self._nomad.allocs.values() if a["NodeID"] == node_id and a["ClientStatus"] in ("pending", "running")]
+        here = [
+            a
+            for a in self._nomad.allocs.values()
+            if a["NodeID"] == node_id and a["ClientStatus"] in ("pending", "running")
+        ]
         patient = [alloc for alloc in here if self._waits_for_node(alloc)]
         self._set_status(node_id, "disconnected" if patient else "down")
         for alloc in patient:
@@ -191,7 +201,13 @@ class Clients:
     def expire_disconnect(self, node_id: str) -> None:
         """The time of MaxClientDisconnect is over."""
         self._set_status(node_id, "down")
-        self._lose([a for a in self._nomad.allocs.values() if a["NodeID"] == node_id and a["ClientStatus"] == "unknown"])
+        self._lose(
+            [
+                a
+                for a in self._nomad.allocs.values()
+                if a["NodeID"] == node_id and a["ClientStatus"] == "unknown"
+            ]
+        )
 
     def _lose(self, allocs: list[Body]) -> None:
         for alloc in allocs:
@@ -204,7 +220,11 @@ class Clients:
         """The node is back. Blocked evaluations are tried first, which is how a second copy comes to run beside the
         first; `sync` (or a later call of it) lets the client kill what it should not have."""
         self._set_status(node_id, "ready")
-        for alloc in [a for a in self._nomad.allocs.values() if a["NodeID"] == node_id and a["ClientStatus"] == "unknown"]:
+        for alloc in [
+            a
+            for a in self._nomad.allocs.values()
+            if a["NodeID"] == node_id and a["ClientStatus"] == "unknown"
+        ]:
             if alloc["DesiredStatus"] == "run":
                 self._reconnect(alloc)
         self._nomad.unblock()
@@ -240,13 +260,20 @@ class Clients:
 
     def _state(self, alloc: Body) -> Body:
         if alloc["TaskStates"] is None:
-            alloc["TaskStates"] = {task["Name"]: shapes.task_state("pending") for task in self.group(alloc)["Tasks"]}
+            alloc["TaskStates"] = {
+                task["Name"]: shapes.task_state("pending") for task in self.group(alloc)["Tasks"]
+            }
         state: Body = next(iter(alloc["TaskStates"].values()))
         return state
 
-    def _event(self, state: Body, kind: str, shown: str, details: dict[str, str] | None = None, **given: Any) -> None:
+    def _event(
+        self, state: Body, kind: str, shown: str, details: dict[str, str] | None = None, **given: Any
+    ) -> None:
         """The last ten events are kept."""
-        state["Events"] = [*state["Events"], shapes.task_event(kind, self._nomad.now_ns, shown, details, **given)][-10:]
+        state["Events"] = [
+            *state["Events"],
+            shapes.task_event(kind, self._nomad.now_ns, shown, details, **given),
+        ][-10:]
 
     def _report(self, alloc: Body, status: str, description: str, kind: str = "AllocationUpdated") -> None:
         index = self._nomad.commit("allocs")

@@ -159,7 +159,12 @@ def statements(command: list[str]) -> list[list[str]]:
 
 
 def create(
-    alloc: str, node: str, task: Mapping[str, Any], known: Mapping[str, str], images: set[str], devices: set[str]
+    alloc: str,
+    node: str,
+    task: Mapping[str, Any],
+    known: Mapping[str, str],
+    images: set[str],
+    devices: set[str],
 ) -> Container:
     """What `docker run` makes of a task. Raises `FailedValidation` or `DriverFailure` with the client's text."""
     config = hcl(task["Config"], known)

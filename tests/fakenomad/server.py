@@ -193,7 +193,10 @@ class NomadServer:
     async def _job(self, request: web.Request) -> web.Response:
         self._allow(request, "read-job")
         key = (request.query.get("namespace", "default"), request.match_info["id"])
-        await self._wait(request, lambda: self.nomad.jobs[key]["ModifyIndex"] if key in self.nomad.jobs else self.nomad.index)
+        await self._wait(
+            request,
+            lambda: self.nomad.jobs[key]["ModifyIndex"] if key in self.nomad.jobs else self.nomad.index,
+        )
         if key not in self.nomad.jobs:
             raise Refused(404, "job not found")
         return self._json(self.nomad.jobs[key], self.nomad.jobs[key]["ModifyIndex"])
@@ -201,7 +204,9 @@ class NomadServer:
     async def _deregister(self, request: web.Request) -> web.Response:
         self._allow(request, "submit-job")
         purge = request.query.get("purge", "").lower() == "true"
-        answer = self.nomad.deregister(request.query.get("namespace", "default"), request.match_info["id"], purge=purge)
+        answer = self.nomad.deregister(
+            request.query.get("namespace", "default"), request.match_info["id"], purge=purge
+        )
         return self._json(answer, answer["Index"])
 
     async def _job_allocations(self, request: web.Request) -> web.Response:
@@ -211,7 +216,10 @@ class NomadServer:
             namespace, id = request.query.get("namespace", "default"), request.match_info["id"]
             return [shapes.alloc_stub(alloc) for alloc in self.nomad.allocations_of(namespace, id)]
 
-        index = await self._wait(request, lambda: max((row["ModifyIndex"] for row in rows()), default=self.nomad.table_index["allocs"]))
+        index = await self._wait(
+            request,
+            lambda: max((row["ModifyIndex"] for row in rows()), default=self.nomad.table_index["allocs"]),
+        )
         return self._json(rows(), index)
 
     async def _job_evaluations(self, request: web.Request) -> web.Response:
@@ -247,7 +255,9 @@ class NomadServer:
         id = request.match_info["id"]
         if len(id) != _UUID_LENGTH:
             raise Refused(500, "alloc lookup failed: index error: UUID must be 36 characters")
-        await self._wait(request, lambda: self.nomad.allocs.get(id, {"ModifyIndex": self.nomad.index})["ModifyIndex"])
+        await self._wait(
+            request, lambda: self.nomad.allocs.get(id, {"ModifyIndex": self.nomad.index})["ModifyIndex"]
+        )
         if id not in self.nomad.allocs:
             raise Refused(404, "alloc not found")
         alloc = self.nomad.allocs[id]
@@ -257,8 +267,12 @@ class NomadServer:
         self._allow(request, "read-job")
         id = request.match_info["id"]
         if len(id) != _UUID_LENGTH:
-            raise Refused(500, "failed to lookup eval: eval lookup failed: index error: UUID must be 36 characters")
-        await self._wait(request, lambda: self.nomad.evals.get(id, {"ModifyIndex": self.nomad.index})["ModifyIndex"])
+            raise Refused(
+                500, "failed to lookup eval: eval lookup failed: index error: UUID must be 36 characters"
+            )
+        await self._wait(
+            request, lambda: self.nomad.evals.get(id, {"ModifyIndex": self.nomad.index})["ModifyIndex"]
+        )
         if id not in self.nomad.evals:
             raise Refused(404, "eval not found")
         return self._json(self.nomad.evals[id], self.nomad.evals[id]["ModifyIndex"])
@@ -280,7 +294,13 @@ class NomadServer:
 
     async def _agent(self, request: web.Request) -> web.Response:
         self._allow(request, "agent:read")
-        version = {"BuildDate": None, "Revision": "", "Version": self.nomad.version, "VersionMetadata": "", "VersionPrerelease": ""}
+        version = {
+            "BuildDate": None,
+            "Revision": "",
+            "Version": self.nomad.version,
+            "VersionMetadata": "",
+            "VersionPrerelease": "",
+        }
         return self._json(
             {"config": {"Version": version, "Region": "global", "Datacenter": "dc1"},
              "member": {"Name": "srv1.global", "Status": "alive"}}
@@ -339,8 +359,13 @@ class NomadServer:
             return refused(404, f'Unknown allocation "{request.match_info["id"]}"', "text/plain")
         container = self.nomad.clients.containers.get(alloc["ID"])
         if container is None:
-            return refused(404, f'task "{request.query["task"]}" not started yet. No logs available', "text/plain")
-        offset, follow = int(request.query.get("offset", 0)), request.query.get("follow", "").lower() == "true"
+            return refused(
+                404, f'task "{request.query["task"]}" not started yet. No logs available', "text/plain"
+            )
+        offset, follow = (
+            int(request.query.get("offset", 0)),
+            request.query.get("follow", "").lower() == "true",
+        )
 
         def output() -> bytes:
             return container.stderr if request.query.get("type") == "stderr" else container.stdout

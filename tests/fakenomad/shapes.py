@@ -72,11 +72,15 @@ def _group_faults(group: Body) -> list[str]:
     faults = []
     disk_mb = group["EphemeralDisk"].get("SizeMB", 300)
     if group["MaxClientDisconnect"] and group["StopAfterClientDisconnect"]:
-        faults.append(f"Task group {group['Name']} cannot be configured with both max_client_disconnect and stop_after_client_disconnect")
+        faults.append(
+            f"Task group {group['Name']} cannot be configured with both max_client_disconnect and stop_after_client_disconnect"
+        )
     for task in group["Tasks"]:
         log_mb = task["LogConfig"]["MaxFiles"] * task["LogConfig"]["MaxFileSizeMB"]
         if log_mb >= disk_mb:
-            faults.append(f"log storage ({log_mb} MB) must be less than requested disk capacity ({disk_mb} MB)")
+            faults.append(
+                f"log storage ({log_mb} MB) must be less than requested disk capacity ({disk_mb} MB)"
+            )
     return faults
 
 
@@ -105,7 +109,9 @@ def evaluation(id: str, body: Body, triggered_by: str, index: int, now_ns: int, 
     } | given  # fmt: skip
 
 
-def allocation(id: str, body: Body, group: Body, node: str, node_name: str, eval_id: str, index: int, now_ns: int) -> Body:
+def allocation(
+    id: str, body: Body, group: Body, node: str, node_name: str, eval_id: str, index: int, now_ns: int
+) -> Body:
     """A fresh allocation, before its client has heard of it."""
     return {
         "AllocModifyIndex": index, "ClientDescription": "", "ClientStatus": "pending", "CreateIndex": index,
@@ -145,7 +151,9 @@ def task_state(state: str) -> Body:
     }  # fmt: skip
 
 
-def task_event(kind: str, now_ns: int, shown: str = "", details: Mapping[str, str] | None = None, **given: Any) -> Body:
+def task_event(
+    kind: str, now_ns: int, shown: str = "", details: Mapping[str, str] | None = None, **given: Any
+) -> Body:
     """All values of Details are strings."""
     return {
         "Details": dict(details or {}), "DiskLimit": 0, "DisplayMessage": shown, "DownloadError": "",

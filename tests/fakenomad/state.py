@@ -123,7 +123,13 @@ class FakeNomad:
 
     def node_body(self, node: FakeNode) -> Body:
         return shapes.node(
-            node.id, node.name, node.memory_mb, self.version, node.status, node.create_index, node.modify_index
+            node.id,
+            node.name,
+            node.memory_mb,
+            self.version,
+            node.status,
+            node.create_index,
+            node.modify_index,
         )
 
     # --- jobs -----------------------------------------------------------------------------------------------------
@@ -146,14 +152,20 @@ class FakeNomad:
         if wanted == 0 and known is not None:
             raise Refused(500, CONFLICT)
         if wanted and (known is None or known["JobModifyIndex"] != wanted):
-            raise Refused(500, f"Enforcing job modify index {wanted}: job exists with conflicting job modify index")
+            raise Refused(
+                500, f"Enforcing job modify index {wanted}: job exists with conflicting job modify index"
+            )
 
     def register(self, body: Body) -> Body:
         """Writes the job and its evaluation; an equal spec does not bump the version."""
         key = (body["Namespace"], body["ID"])
         known = self.jobs.get(key)
         index = self.commit("jobs", "evals")
-        if known is not None and not known["Stop"] and all(known[name] == value for name, value in body.items()):
+        if (
+            known is not None
+            and not known["Stop"]
+            and all(known[name] == value for name, value in body.items())
+        ):
             kept = known
         else:
             kept = body | {
@@ -176,9 +188,17 @@ class FakeNomad:
         """Stops the job. Deregistering what is not there makes an evaluation all the same."""
         job = self.jobs.get((namespace, id))
         index = self.commit("jobs", "evals")
-        body = job or shapes.job({"ID": id}, keeps_disconnect=False) | {"JobModifyIndex": index, "Namespace": namespace}
+        body = job or shapes.job({"ID": id}, keeps_disconnect=False) | {
+            "JobModifyIndex": index,
+            "Namespace": namespace,
+        }
         if job is not None:
-            job |= {"Stop": True, "ModifyIndex": index, "JobModifyIndex": index, "Version": job["Version"] + 1}
+            job |= {
+                "Stop": True,
+                "ModifyIndex": index,
+                "JobModifyIndex": index,
+                "Version": job["Version"] + 1,
+            }
         if purge:
             self.jobs.pop((namespace, id), None)
         evaluation = self._new_evaluation(body, "job-deregister")
@@ -314,7 +334,10 @@ class FakeNomad:
             if alloc["ClientStatus"] == "lost":
                 continue
             if alloc["JobVersion"] < job["Version"] and alloc["ClientStatus"] in LIVE:
-                alloc |= {"DesiredStatus": "stop", "DesiredDescription": "alloc is being updated due to job update"}
+                alloc |= {
+                    "DesiredStatus": "stop",
+                    "DesiredDescription": "alloc is being updated due to job update",
+                }
                 self.clients.stop(alloc)
                 continue
             kept = True
@@ -345,7 +368,9 @@ class FakeNomad:
         return sum(
             task["Resources"]["MemoryMB"]
             for alloc in self.allocs.values()
-            if alloc["NodeID"] == node.id and alloc["ClientStatus"] in LIVE and alloc["DesiredStatus"] == "run"
+            if alloc["NodeID"] == node.id
+            and alloc["ClientStatus"] in LIVE
+            and alloc["DesiredStatus"] == "run"
             for task in self.clients.group(alloc)["Tasks"]
         )
 
