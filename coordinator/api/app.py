@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from random import Random
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from coordinator.api.answers import REVISION_HEADER
 from coordinator.api.auth import ADMIN, TokenBook
@@ -25,7 +26,7 @@ from coordinator.api.routes import ANYONE, ROUTES, Handler, Route
 from coordinator.api.submit import SubmitPump
 from coordinator.api.waiting import WaitingReasons
 from coordinator.config import Settings
-from coordinator.fairness import POLICIES
+from coordinator.fairness import policy_from
 from coordinator.replica import Replica
 from coordinator.store import Store, StoreError, StoreFull, StoreUncertain
 
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 REQUEST_SECONDS = 30.0
-
-_Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def make_app(
@@ -68,7 +67,7 @@ def make_app(
     reasons = WaitingReasons(
         lambda: replica.cluster.snapshot(clock_ms()),
         lambda: replica.cluster.revision,
-        POLICIES[settings.fairness.policy](settings.fairness),
+        policy_from(settings),
         clock_ms,
     )
     app[API] = Api(
@@ -116,7 +115,7 @@ async def _say_revision(request: web.Request, response: web.StreamResponse) -> N
     response.headers.setdefault(REVISION_HEADER, str(api_of(request).revision))
 
 
-def _timing(metrics: Metrics) -> _Middleware:
+def _timing(metrics: Metrics) -> Middleware:
     @web.middleware
     async def timing(request: web.Request, handler: Handler) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
@@ -187,7 +186,7 @@ def _from_store(error: StoreError) -> Problem:
     )
 
 
-def _access(routes: dict[tuple[str, str], Route], request_seconds: float) -> _Middleware:
+def _access(routes: dict[tuple[str, str], Route], request_seconds: float) -> Middleware:
     @web.middleware
     async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource

@@ -19,11 +19,15 @@ from coordinator.api.submit import SubmitPump
 from coordinator.api.waiting import WaitingReasons
 from coordinator.cluster import Cluster, Snapshot
 from coordinator.config import Settings
+from coordinator.cycle import why_never
 from coordinator.lifecycle import shown_state
 from coordinator.model import Job, JobState, Task
 from coordinator.replica import Replica
+from coordinator.snapshot import Shape, shape_of
 from coordinator.store import Store
+from jobspecs.spec import JobSpec
 from vgpu.inventory import NodeInventory
+from vgpu.reasons import Reason
 
 CATCH_UP_SECONDS = 2.0
 # Nodes are silent or lost by the time that passes, so a snapshot ages even where nothing was written.
@@ -67,6 +71,7 @@ class Api:
     openapi: bytes
     streams: set[asyncio.Task[object]] = field(factory=set)
     _snapshot: Snapshot | None = None
+    _nevers: tuple[Snapshot | None, dict[tuple[str, Shape], Reason | None]] = (None, {})
 
     @property
     def cluster(self) -> Cluster:
@@ -93,6 +98,15 @@ class Api:
     def inventory(self, node: str) -> NodeInventory | None:
         view = self.recent_snapshot().nodes.get(node) or self.snapshot().nodes.get(node)
         return view.inventory if view else None
+
+    def why_never(self, spec: JobSpec, snapshot: Snapshot) -> Reason | None:
+        """`cycle.why_never`, asked once for each tenant and shape of a snapshot."""
+        if self._nevers[0] is not snapshot:
+            self._nevers = (snapshot, {})
+        known, key = self._nevers[1], (spec.tenant, shape_of(spec))
+        if key not in known:
+            known[key] = why_never(spec, snapshot)
+        return known[key]
 
     def jobs(self) -> Iterator[Job]:
         """All jobs of all three folders, at this moment."""

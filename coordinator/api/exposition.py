@@ -9,6 +9,7 @@ from aiohttp import web
 from coordinator.api.context import Api, api_of
 from coordinator.api.metrics import Gauges, counted, single, text_answer
 from coordinator.api.overview import job_counts
+from coordinator.cluster import Snapshot
 
 
 async def get_metrics(request: web.Request) -> web.Response:
@@ -26,12 +27,8 @@ def _gauges(api: Api) -> Iterator[Gauges]:
         ("state",),
         tuple(((state.upper(),), count) for state, count in states.items()),
     )
-    waiting = [api.reasons.last(job) or job.reason for job in snapshot.waiting]
     yield counted(
-        "serai_jobs_waiting",
-        "Waiting jobs by the code of the reason",
-        "reason",
-        (reason.code.value if reason else "unknown" for reason in waiting),
+        "serai_jobs_waiting", "Waiting jobs by the code of the reason", "reason", _reason_codes(api, snapshot)
     )
     yield counted(
         "serai_nodes", "Nodes by status", "status", (node.status.value for node in snapshot.nodes.values())
@@ -70,3 +67,12 @@ def _gauges(api: Api) -> Iterator[Gauges]:
     yield single(
         "serai_submit_waiting_jobs", "Jobs that wait to be written by this process", api.pump.waiting_jobs
     )
+
+
+def _reason_codes(api: Api, snapshot: Snapshot) -> Iterator[str]:
+    """One for each waiting job. Those of one line (one tenant, priority, shape) are answered alike, so one is asked."""
+    for lines in snapshot.lines.values():
+        for line in lines.values():
+            reason = api.reasons.last(line[0]) or line[0].reason
+            code = reason.code.value if reason else "unknown"
+            yield from (code for _ in line)

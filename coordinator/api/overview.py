@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 
+import msgspec
 from aiohttp import web
 
 from coordinator import records
-from coordinator.api.answers import CursorInvalid, answer, decode_cursor, encode_cursor, time_text
+from coordinator.api.answers import CursorInvalid, answer, decode_cursor, dump, encode_cursor, time_text
 from coordinator.api.context import Api, api_of, caller_of
+from coordinator.api.nodes import node_view
 from coordinator.api.problems import bad_parameter, unavailable
 from coordinator.api.queries import known_only, page_limit
-from coordinator.api.views import View, asked_view, reason_view, waited_seconds
-from coordinator.model import JobState
+from coordinator.api.views import View, asked_view, hidden_spec_view, reason_view, waited_seconds
+from coordinator.api.waiting import Planned
+from coordinator.cluster import Snapshot
+from coordinator.fairness import Policy
+from coordinator.fairness import shares as fair_shares
+from coordinator.model import Job, JobState
 from coordinator.nodes import NodeStatus
 from coordinator.store import StoreError
 
@@ -21,45 +28,65 @@ _READY_SECONDS = 2.0
 
 
 async def get_queue(request: web.Request) -> web.Response:
-    """Waiting jobs in the order of the plan: by the turn of their tenants, then as each tenant's own order has them.
-    `position` counts all waiting jobs, also those the caller may not see."""
+    """Waiting jobs in the order in which they would be served if all of them fitted, and the tenants in the order of
+    their turns. `position` counts all waiting jobs, also those the caller may not see. The pages of one list show one
+    revision, so that nothing is shown twice or left out while jobs come and go."""
     known_only(request, ("tenant", "limit", "cursor"))
-    api, caller = api_of(request), caller_of(request)
-    limit, cursor, tenant = page_limit(request), request.query.get("cursor", ""), request.query.get("tenant")
-    planned = await api.reasons.now()
-    order = queue_order(planned)
-    start = 0
-    if cursor:
-        try:
-            last_id, last_position = decode_cursor(cursor, tuple[str, int])
-        except CursorInvalid as error:
-            raise bad_parameter("cursor", "the next_cursor of this list", cursor, str(error)) from error
-        ids = [job.id for job in order]
-        # The order moves with the shares: after the job it stood at, or at its place where that job has gone.
-        start = ids.index(last_id) + 1 if last_id in ids else min(last_position - 1, len(ids))
+    api, caller, limit = api_of(request), caller_of(request), page_limit(request)
+    tenant, cursor = request.query.get("tenant"), request.query.get("cursor", "")
+    planned, start = await _place(api, cursor)
     items: list[View] = []
     following = None
-    for position, job in enumerate(order[start:], start + 1):
+    for position, job in planned.from_position(start):
         if not caller.owns(job) or (tenant is not None and job.tenant != tenant):
             continue
         if len(items) == limit:
-            following = encode_cursor([str(items[-1]["id"]), int(str(items[-1]["position"]))])
+            following = encode_cursor([*api.reasons.keep(planned), position])
             break
-        items.append(
-            {
-                "position": position,
-                "id": job.id,
-                "name": job.spec.name,
-                "tenant": job.tenant,
-                "priority": job.spec.priority,
-                "waited_seconds": waited_seconds(job, None, api.clock_ms()),
-                "asked": asked_view(job.spec),
-                "reason": reason_view(planned.reasons.get(job.id) or job.reason),
-            }
-        )
-    turns = [turn for turn in tenant_turns(planned) if caller.may_see(str(turn["tenant"]))]
+        items.append(_waiting_view(planned, position, job))
+    shares = tenant_shares(planned.snapshot, api.reasons.policy)
+    turns = [{"tenant": name, **share} for name, share in shares.items() if caller.may_see(name)]
     body = {"items": items, "tenants": turns, "next_cursor": following, "revision": planned.revision}
     return answer(body, revision=planned.revision)
+
+
+async def _place(api: Api, cursor: str) -> tuple[Planned, int]:
+    """The plan that the page is of, and the position of its first item."""
+    if not cursor:
+        return await api.reasons.now(), 1
+    try:
+        revision, at_ms, position = decode_cursor(cursor, tuple[int, int, int])
+    except CursorInvalid as error:
+        raise bad_parameter("cursor", "the next_cursor of this list", cursor, str(error)) from error
+    # One that was forgotten is gone on with at the same place of the order of now.
+    planned = api.reasons.kept((revision, at_ms)) or await api.reasons.now()
+    return planned, max(1, position)
+
+
+def _waiting_view(planned: Planned, position: int, job: Job) -> View:
+    return {
+        "position": position,
+        "id": job.id,
+        "name": job.spec.name,
+        "tenant": job.tenant,
+        "priority": job.spec.priority,
+        "waited_seconds": waited_seconds(job, None, planned.snapshot.now_ms),
+        "asked": asked_view(job.spec),
+        "reason": reason_view(planned.reasons.get(job.id) or job.reason),
+    }
+
+
+def tenant_shares(snapshot: Snapshot, policy: Policy) -> dict[str, View]:
+    """Each tenant's standing, in the order of their turns. Only those that there are."""
+    return {
+        name: {
+            "space_share": None if share.space is None else round(float(share.space), 6),
+            "time_share": round(float(share.time), 6),
+            "priority": None if share.priority is None else round(float(share.priority), 6),
+        }
+        for name, share in fair_shares(snapshot, policy).items()
+        if name in snapshot.tenants
+    }
 
 
 async def get_cluster(request: web.Request) -> web.Response:
@@ -111,10 +138,33 @@ async def healthz(request: web.Request) -> web.Response:
 async def readyz(request: web.Request) -> web.Response:
     """The store answers and the replica has read it: requests can be served."""
     api = api_of(request)
-    if api.revision == 0:
-        raise unavailable("starting", "the state of the cluster is being read")
+    if api.revision == 0 or not api.replica.connected:
+        raise unavailable("starting", "the state of the cluster is being read, or the watch of it is broken")
     try:
         await asyncio.wait_for(api.store.get(records.LEADER), _READY_SECONDS)
     except (StoreError, TimeoutError) as error:
         raise unavailable("store_unavailable", f"the store does not answer: {error}") from error
     return answer({"status": "ready", "revision": api.revision})
+
+
+async def get_snapshot(request: web.Request) -> web.Response:
+    """What the next cycle would decide on, for debugging. Values of environment variables are hidden."""
+    known_only(request, ())
+    api = api_of(request)
+    snapshot = api.snapshot()
+    jobs = (*snapshot.jobs.values(), *snapshot.waiting_jobs.values())
+    body = {
+        "revision": snapshot.revision,
+        "at": time_text(snapshot.now_ms),
+        "next_due_at": time_text(snapshot.next_due_ms),
+        "tenants": [msgspec.to_builtins(tenant) for tenant in snapshot.tenants.values()],
+        "nodes": [node_view(node, caller_of(request)) for node in snapshot.nodes.values()],
+        "jobs": [{**msgspec.to_builtins(job), "spec": hidden_spec_view(job.spec)} for job in jobs],
+        "tasks": [msgspec.to_builtins(task) for tasks in snapshot.tasks.values() for task in tasks.values()],
+        "unreadable": list(snapshot.unreadable),
+    }
+    return web.Response(body=await asyncio.to_thread(dump, body), content_type="application/json")
+
+
+async def get_openapi(request: web.Request) -> web.Response:
+    return web.Response(body=api_of(request).openapi, content_type="application/json")

@@ -24,7 +24,6 @@ from coordinator.api.submit import (
     TenantUnknown,
 )
 from coordinator.api.views import View, job_view, reason_view
-from coordinator.cycle import why_never
 from coordinator.model import Happening, Job, JobState
 from coordinator.store import RequestTooLarge
 from jobspecs.reading import DocumentInvalid, SpecInvalid, parse_json, parse_yaml, read_spec
@@ -133,13 +132,15 @@ async def _refuse_impossible(api: Api, wish: Wish) -> None:
                 raise _unknown_tenant(tenant)
             await api.passed(item.mod_revision)
     snapshot = api.recent_snapshot()
-    if not any(why_never(spec, snapshot) for spec in wish.specs):
+    if not any(api.why_never(spec, snapshot) for spec in wish.specs):
         return
     # Before a "no" it is looked again at what the store holds now: a node may have come, a limit may be higher.
     await api.catch_up()
     snapshot = api.snapshot()
     nevers = [
-        (number, reason) for number, spec in enumerate(wish.specs) if (reason := why_never(spec, snapshot))
+        (number, reason)
+        for number, spec in enumerate(wish.specs)
+        if (reason := api.why_never(spec, snapshot))
     ]
     if nevers:
         faults = [_reason_fault(f"[{number}]" if wish.is_list else "", reason) for number, reason in nevers]

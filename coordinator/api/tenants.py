@@ -11,6 +11,7 @@ from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
 from coordinator.api.auth import Caller
 from coordinator.api.context import Api, api_of, caller_of
+from coordinator.api.overview import tenant_shares
 from coordinator.api.problems import Fault, Problem, bad_parameter, conflict, not_found, refused, unavailable
 from coordinator.api.queries import body_object, known_only, page_limit
 from coordinator.api.views import View, tenant_view
@@ -150,7 +151,7 @@ def tenant_views(api: Api, tenants: list[Tenant]) -> list[View]:
             compute[job.tenant] = compute.get(job.tenant, 0) + job.allocation.compute_milli
     for job in api.cluster.waiting_jobs.values():
         waiting[job.tenant] = waiting.get(job.tenant, 0) + 1
-    shares = api.shares()
+    shares = tenant_shares(api.snapshot(), api.reasons.policy)
     return [
         tenant_view(
             tenant,
@@ -203,7 +204,7 @@ def _changed(tenant: Tenant, body: dict[str, object]) -> Tenant:
         _take_whole("weight", "weight", body["weight"], _MAX_WEIGHT, changes, faults)
     if faults:
         raise Problem(422, "bad_fields", "; ".join(fault.message for fault in faults), faults)
-    return evolve(tenant, **changes)
+    return evolve(tenant, **changes)  # type: ignore[arg-type]
 
 
 def _take_size(

@@ -1,4 +1,4 @@
-"""Why each waiting job waits, and whose turn it is: planned on the replica's own snapshot, beside the requests.
+"""Why each waiting job waits, and in which order they stand: planned on the replica's own snapshot.
 
 Any replica can answer, since a plan is a pure function of a snapshot. At most one is computed at a time, in a thread;
 an answer for a revision that has just passed is given rather than making a request wait long, and says which one.
@@ -7,28 +7,60 @@ an answer for a revision that has just passed is given rather than making a requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 
-from attrs import frozen
+from attrs import define, field
 
 from coordinator.cluster import Snapshot
 from coordinator.cycle import Plan, plan_cycle
-from coordinator.fairness import Policy
+from coordinator.fairness import Policy, Standings
 from coordinator.model import Job
+from coordinator.queues import Cards, TenantQueue
 from vgpu.reasons import Reason
 
 _PATIENCE_SECONDS = 1.0
 # Shares move with time even when nothing is written.
 _FRESH_MS = 5_000
+_KEPT = 8
 
 
-@frozen
+def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterator[Job]:
+    """The waiting jobs in the order in which they would get slices if all of them fitted: the tenant whose turn it is
+    gives its next job and is charged for it. The job that nodes are held for (`first`) leads; those in a back-off
+    come last. Each step costs the logarithm of the tenants and lines, so that a page of a long queue is cheap."""
+    standings, cards = Standings(snapshot, policy), Cards(snapshot)
+    queues = {t: TenantQueue(snapshot, t, cards, policy.max_wait_seconds) for t in snapshot.lines}
+    ahead = snapshot.waiting_jobs.get(first)
+    if ahead is not None:
+        queues[ahead.tenant].take(ahead)
+        yield ahead
+    turns = [standings.turn(tenant) for tenant in queues]
+    heapq.heapify(turns)
+    while turns:
+        tenant = turns[0][-1]
+        head = queues[tenant].first()
+        if head is None:
+            heapq.heappop(turns)
+            continue
+        shape, job = head
+        queues[tenant].take(job)
+        standings.charge(tenant, cards.needs(shape).use)
+        heapq.heapreplace(turns, standings.turn(tenant))
+        yield job
+    resting = [job for job in snapshot.waiting if job.not_before_ms > snapshot.now_ms and job.id != first]
+    yield from sorted(resting, key=lambda job: (job.not_before_ms, job.id))
+
+
+@define(eq=False)
 class Planned:
-    """A plan that is only looked at. `at_ms` is the snapshot's own time."""
+    """A plan that is only looked at, and as much of the order as was asked for."""
 
     snapshot: Snapshot
     plan: Plan
-    at_ms: int
+    _rest: Iterator[Job]
+    _order: list[Job] = field(factory=list)
 
     @property
     def revision(self) -> int:
@@ -37,6 +69,18 @@ class Planned:
     @property
     def reasons(self) -> Mapping[str, Reason]:
         return self.plan.waiting
+
+    def from_position(self, position: int) -> Iterator[tuple[int, Job]]:
+        """(position, job) from there on; positions count from 1."""
+        while True:
+            if len(self._order) < position:
+                job = next(self._rest, None)
+                if job is None:
+                    return
+                self._order.append(job)
+                continue
+            yield position, self._order[position - 1]
+            position += 1
 
 
 class WaitingReasons:
@@ -49,15 +93,16 @@ class WaitingReasons:
         policy: Policy,
         clock_ms: Callable[[], int],
     ) -> None:
+        self.policy = policy
         self._snapshot = snapshot
         self._revision = revision
-        self._policy = policy
         self._clock_ms = clock_ms
         self._newest: Planned | None = None
-        self._running: asyncio.Task[Planned] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._kept: OrderedDict[tuple[int, int], Planned] = OrderedDict()
 
     def last(self, job: Job) -> Reason | None:
-        """What the newest plan said of the job, where there is one; never computes."""
+        """What the newest plan says of the job, where there is one; never plans anew."""
         return self._newest.reasons.get(job.id) if self._newest is not None else None
 
     async def now(self) -> Planned:
@@ -71,6 +116,23 @@ class WaitingReasons:
         except TimeoutError:
             return self._newest or newest
 
+    def keep(self, planned: Planned) -> tuple[int, int]:
+        """For the following pages of a list: its name, under which `kept` finds it for a while."""
+        name = (planned.revision, planned.snapshot.now_ms)
+        self._kept[name] = planned
+        self._kept.move_to_end(name)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return name
+
+    def kept(self, name: tuple[int, int]) -> Planned | None:
+        return self._kept.get(name)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
     async def _at_least(self, revision: int) -> Planned:
         """One that was under way already may be too old: then the next is waited for."""
         while self._newest is None or not self._is_fresh(self._newest, revision):
@@ -79,16 +141,10 @@ class WaitingReasons:
             await asyncio.shield(self._running)
         return self._newest
 
-    async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-
     def _is_fresh(self, planned: Planned, revision: int) -> bool:
-        return planned.revision >= revision and self._clock_ms() - planned.at_ms < _FRESH_MS
+        return planned.revision >= revision and self._clock_ms() - planned.snapshot.now_ms < _FRESH_MS
 
-    async def _compute(self) -> Planned:
-        at_ms, snapshot = self._clock_ms(), self._snapshot()
-        plan = await asyncio.to_thread(plan_cycle, snapshot, self._policy)
-        self._newest = Planned(snapshot, plan, at_ms)
-        return self._newest
+    async def _compute(self) -> None:
+        snapshot = self._snapshot()
+        plan = await asyncio.to_thread(plan_cycle, snapshot, self.policy)
+        self._newest = Planned(snapshot, plan, waiting_order(snapshot, self.policy, plan.held_for))
