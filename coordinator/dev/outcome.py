@@ -35,7 +35,7 @@ class Outcome:
         if self.state != wanted.state:
             return False
         if self.job is None:
-            return bool(self.refusal.get("detail"))
+            return bool(self.refusal.get("detail")) and self.refusal.get("code") == wanted.code
         if wanted.exit_code is not None and self.job["exit_code"] != wanted.exit_code:
             return False
         return wanted.nodes is None or len(self.nodes) == wanted.nodes

@@ -23,7 +23,11 @@ _ETCD_TRIES = 3
 
 
 class PartFailed(Exception):
-    """A part of the trial ended or did not come up; the message holds the end of its log."""
+    """A part of the trial ended or did not come up. `log` is the end of what it printed."""
+
+    def __init__(self, text: str, log: str = "") -> None:
+        super().__init__(text)
+        self.log = log
 
 
 @define
@@ -43,9 +47,7 @@ class Part:
     async def failure(self) -> PartFailed:
         """Waits until it has ended, and says how."""
         code = await self.process.wait()
-        return PartFailed(
-            f"{self.name} ended with exit code {code}; the end of {self.log}:\n{self.last_lines()}"
-        )
+        return PartFailed(f"{self.name} ended with exit code {code}", self.last_lines())
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL to its whole session when that does not help in time."""
@@ -120,9 +122,7 @@ async def ready_line(part: Part, *, seconds: float) -> dict[str, Any]:
                     raise await part.failure()
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        raise PartFailed(
-            f"{part.name} was not ready in {seconds:g} s; its log:\n{part.last_lines()}"
-        ) from None
+        raise PartFailed(f"{part.name} was not ready in {seconds:g} s", part.last_lines()) from None
 
 
 def _json_lines(log: Path) -> list[dict[str, Any]]:

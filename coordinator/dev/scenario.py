@@ -69,7 +69,7 @@ NODES = (
 )
 TENANTS = (TrialTenant("speech", "360GiB"), TrialTenant("vision", "400GiB"))
 
-_REFUSED = Wanted("REFUSED", None, "never")
+_REFUSED = Wanted("REFUSED", None, "slice_larger_than_any_gpu")
 JOBS = (
     TrialJob("several-gpus.yaml", "vision", "train-a", gpus=4),
     TrialJob("several-gpus.yaml", "vision", "train-b", gpus=4),
