@@ -25,7 +25,7 @@ _LOG_FILES, _LOG_FILE_MIB, _DISK_MIB = 4, 10, 64
 # How long a node may be away before Nomad itself gives its tasks up. Serai decides that much sooner, and deregisters.
 _AWAY_SECONDS = 30 * 86_400
 _PIDS_LIMIT = 16_384
-_CAPABILITIES_DROPPED = ("mknod", "net_raw", "audit_write")
+_CAPABILITIES_DROPPED = ("mknod", "net_raw")
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z0-9_.\-]+)\}", re.ASCII)
 _NOMAD_NAMES = ("node.", "attr.", "meta.", "unique.", "env.", "device.", "NOMAD_")
@@ -191,7 +191,7 @@ def _task(container: ContainerSettings) -> dict[str, object]:
             "MemoryMB": container.memory_mib,
         },
         "LogConfig": {"MaxFiles": _LOG_FILES, "MaxFileSizeMB": _LOG_FILE_MIB},
-        "KillTimeout": container.stop_grace_seconds * _SECOND,
+        "KillTimeout": max(1, container.stop_grace_seconds) * _SECOND,  # 0 would mean the default of 5 s
         "KillSignal": "SIGTERM",
     }
 

@@ -2,11 +2,12 @@
 
 Which numbers a reason carries grows with the code that makes it, so a sentence is built from what is there:
 
-- A template may name numbers (`{needed_memory_mib}`), `{subject}` (the first), `{subjects}`, `{others}` (all but the
-  first) and `{detail}`. A part in square brackets is left out when a name in it has nothing to show; every name
-  stands in such a part.
+- A template may name numbers (`{needed_memory_mib|memory_mib}`; `{a|b}` is the first of two that is there), `{subject}` (the
+  first), `{subjects}`, `{others}` (all but the first) and `{detail}`. A part in square brackets is left out when a
+  name in it has nothing to show; every name stands in such a part.
 - Counts of nodes, under the names of the filters that turned them away, make "of 12 nodes 9 ..., 3 ...".
-- A number that no template names is added at the end, with its name and unit, so that nothing is lost.
+- A number that no template names is added at the end, with its name and unit, so that nothing is lost; only what was
+  asked for and is free elsewhere stays away from a sentence about something else.
 
 Sizes and counts are never shown below 0: what is overdrawn is said in words by a number of its own.
 """
@@ -29,72 +30,80 @@ TEMPLATES: Mapping[ReasonCode, str] = {
     _C.NO_SUCH_GPU: "can never run here: no node has such a GPU[ ({subjects})]; `serai nodes` shows the models",
     _C.TASK_LARGER_THAN_ANY_NODE: (
         "can never run here: one task needs more than any node has[ ({detail})]"
-        "[; it needs {needed_gpus}][, the largest node has {largest_gpus}]"
-        "[; it needs {needed_cpu_milli}][, the largest node has {largest_cpu_milli}]"
-        "[; it needs {needed_memory_mib}][, the largest node has {largest_memory_mib}]; split it into more tasks"
+        "[; it needs {needed_gpus|gpus}][, the largest node has {largest_gpus}]"
+        "[; it needs {needed_cpu_milli|cpu_milli}][, the largest node has {largest_cpu_milli}]"
+        "[; it needs {needed_memory_mib|memory_mib}][, the largest node has {largest_memory_mib}]; split it into more tasks"
     ),
     _C.SLICE_LARGER_THAN_ANY_GPU: (
         "can never run here: the slice is larger than any GPU"
-        "[; it needs {needed_memory_mib} of GPU memory][, the largest GPU has {largest_memory_mib}]"
-        "[; it needs {needed_compute_milli} of a GPU][, the largest has {largest_compute_milli}]"
+        "[; it needs {needed_memory_mib|memory_mib} of GPU memory]"
+        "[, the largest GPU has {largest_memory_mib|largest_gpu_memory_mib}]"
+        "[; it needs {needed_compute_milli|compute_milli} of a GPU][, the largest has {largest_compute_milli}]"
     ),
     _C.JOB_LARGER_THAN_CLUSTER: (
         "can never run here: the job needs more than the whole cluster has[ ({detail})]"
-        "[; it needs {needed_gpus}][, the cluster has {cluster_gpus}]"
-        "[; it needs {needed_memory_mib} of GPU memory][, the cluster has {cluster_memory_mib}]"
+        "[; it needs {needed_gpus|gpus}][, the cluster has {cluster_gpus}]"
+        "[; it needs {needed_memory_mib|memory_mib} of GPU memory][, the cluster has {cluster_memory_mib}]"
     ),
     _C.JOB_LARGER_THAN_LIMIT: (
         "can never run: the job alone exceeds the limit of its tenant[ {subject}]"
-        "[; it needs {needed_memory_mib} of GPU memory][, the limit is {limit_memory_mib}]"
-        "[; it needs {needed_compute_milli} of GPUs][, the limit is {limit_compute_milli}]"
+        "[; it needs {needed_memory_mib|memory_mib} of GPU memory][, the limit is {limit_memory_mib}]"
+        "[; it needs {needed_compute_milli|compute_milli} of GPUs][, the limit is {limit_compute_milli}]"
         "; ask an administrator for a higher limit, or make the job smaller"
     ),
     # does not fit now: the same words serve one node and the whole cluster
     _C.NODE_NOT_READY: "the node[ {subject}] has not reported[ for {silent_seconds}][: {detail}]",
     _C.NODE_CORDONED: "the node[ {subject}] takes no new work (cordoned)[: {detail}]",
     _C.NODE_CLOSED: "the node[ {subject}] is closed to new work[: {detail}]",
-    _C.LABELS_DIFFER: "no free node has the labels that are asked for[ ({subjects})]",
+    _C.LABELS_DIFFER: "none[ of {nodes}] has the labels that are asked for[ ({subjects})]",
     _C.GPU_MODEL_DIFFERS: "no free node has the GPU model that is asked for[ ({subjects})]",
     _C.NO_ISOLATION: "the GPU cannot be cut that way[ ({subjects})][: {detail}]",
-    _C.NOT_ENOUGH_IDLE_GPUS: "too few idle GPUs[: needs {needed_gpus}][, {idle_gpus} idle]",
+    _C.NOT_ENOUGH_IDLE_GPUS: "too few idle GPUs[: needs {needed_gpus|gpus}][, {idle_gpus} idle]",
     _C.NOT_ENOUGH_TOTAL_MEMORY: (
-        "too little free GPU memory in all[: needs {needed_memory_mib}][, {free_memory_mib} free]"
+        "too little free GPU memory in all[: needs {needed_memory_mib|memory_mib}][, {free_memory_mib} free]"
     ),
     _C.NOT_ENOUGH_DISTINCT_GPUS: (
-        "the slices need different GPUs[: needs {needed_gpus}][, {free_gpus} have room][, the node has {gpus}]"
+        "the slices need different GPUs[: needs {needed_gpus|gpus}][, {free_gpus} have room][, the node has {gpus}]"
     ),
     _C.NOT_ENOUGH_GPU_MEMORY: (
-        "too little free GPU memory[: needs {needed_memory_mib}][, largest free piece {largest_free_memory_mib}]"
+        "too little free GPU memory[: needs {needed_memory_mib|memory_mib}][, largest free piece {largest_free_memory_mib}]"
     ),
     _C.NOT_ENOUGH_GPU_COMPUTE: (
-        "too little free GPU compute[: needs {needed_compute_milli}]"
+        "too little free GPU compute[: needs {needed_compute_milli|compute_milli}]"
         "[, largest free piece {largest_free_compute_milli}]"
     ),
-    _C.NOT_ENOUGH_CPU: "too little free CPU[: needs {needed_cpu_milli}][, at most {largest_free_cpu_milli} free]",
+    _C.NOT_ENOUGH_CPU: "too little free CPU[: needs {needed_cpu_milli|cpu_milli}][, at most {largest_free_cpu_milli} free]",
     _C.NOT_ENOUGH_NODE_MEMORY: (
-        "too little free memory on the node[: needs {needed_node_memory_mib}]"
+        "too little free memory on the node[: needs {needed_node_memory_mib|node_memory_mib}]"
         "[, at most {largest_free_node_memory_mib} free]"
     ),
     _C.GANG_DOES_NOT_FIT: (
-        "waits: its tasks start together or not at all[, and {placed_tasks}][ of {tasks} fit now]"
+        "waits: its tasks[, {tasks} in all,] start together or not at all, and they do not fit now"
     ),
     # the tenant's turn and limits
     _C.OVER_LIMIT: (
-        "waits: its tenant[ {subject}] is at its limit[: it uses {used_memory_mib}][ of {limit_memory_mib}]"
-        "[, and the job needs {needed_memory_mib}]"
-        "[; compute in use {used_compute_milli}][ of {limit_compute_milli}]"
-        "[, and the job needs {needed_compute_milli}]"
+        "waits: its tenant[ {subject}] is at its limit"
+        "[: it holds {held_memory_mib} of GPU memory][ of at most {limit_memory_mib}]"
+        "[, the job needs {needed_memory_mib}]"
+        "[; it holds {held_compute_milli} of a GPU][ of at most {limit_compute_milli}]"
+        "[, the job needs {needed_compute_milli}]"
     ),
-    _C.BEHIND_OTHER_TENANTS: "waits: it is the turn of other tenants[: {subjects}]",
-    _C.BEHIND_OWN_JOBS: "waits: other jobs of its tenant go first[, {ahead} of them][: {subjects}]",
+    _C.BEHIND_OTHER_TENANTS: "waits: it is the turn of other tenants[: {subjects}][; {placed_before} jobs were placed before it]",
+    _C.BEHIND_OWN_JOBS: "waits: other jobs of its tenant go first[, {placed_before} just now][ (tenant {subject})]",
     _C.HELD_FOR_LONG_WAIT: "waits: free GPUs are kept for a job that has waited longer[: {subject}]",
     _C.NO_NODES: "waits: the cluster has no nodes yet; start an agent on each GPU machine with `serai agent`",
-    _C.BACK_OFF: "waits[ {back_off_seconds}] before it is tried again[, after failure {failures}][: {detail}]",
+    _C.BACK_OFF: "waits[ {seconds|back_off_seconds}] before it is tried again[, after failure {failures}][: {detail}]",
     # what happened to a job
     _C.SUBMITTED: "submitted[ by {subject}]",
-    _C.CHOSEN: "chosen as the next job[ of tenant {subject}][: {detail}]",
+    _C.CHOSEN: (
+        "the turn of its tenant[ {subject}][: priority {priority_millionths}]"
+        "[ = space share {space_millionths}][ - time share {time_millionths}][: {detail}]"
+    ),
     _C.EVICTED: "stopped to make room, and goes back into the queue[: {detail}]",
-    _C.PLACED: "placed[ on {subjects}][: {detail}]",
+    _C.PLACED: (
+        "placed[ on {subjects}][: {gpus}][, communication cost {communication_cost}]"
+        "[, {idle_gpus_before} idle there before][: {detail}]"
+    ),
     _C.STARTED: "started[ on {subjects}]",
     _C.ENDED: "ended[ after {ran_seconds}]",
     _C.EXIT_CODE: "exited[ with code {exit_code}][ (task {task})][: {detail}]",
@@ -137,37 +146,39 @@ _FILTERS: Mapping[str, tuple[str, str, str]] = {
     "not_enough_idle_gpus": (
         "has too few idle GPUs",
         "have too few idle GPUs",
-        "[needs {needed_gpus}][, at most {largest_idle_gpus} idle]",
+        "[needs {needed_gpus|gpus}][, at most {largest_idle_gpus} idle]",
     ),
     "not_enough_total_memory": (
         "lacks GPU memory in all",
         "lack GPU memory in all",
-        "[needs {needed_total_memory_mib}][, at most {largest_total_memory_mib} free]",
+        "[{total_free_memory_mib} free in all, ][needs {needed_memory_mib|memory_mib} on each of {needed_gpus|gpus}]",
     ),
     "not_enough_distinct_gpus": (
         "has too few different GPUs with room",
         "have too few different GPUs with room",
-        "[needs {needed_gpus}]",
+        "[needs {needed_gpus|gpus}]",
     ),
     "not_enough_gpu_memory": (
         "lacks GPU memory",
         "lack GPU memory",
-        "[largest free piece {largest_free_memory_mib}, ][needs {needed_memory_mib}]",
+        "[largest free piece {largest_free_memory_mib}, ][{total_free_memory_mib} free in all, ]"
+        "[needs {needed_memory_mib|memory_mib}]",
     ),
     "not_enough_gpu_compute": (
         "lacks GPU compute",
         "lack GPU compute",
-        "[largest free piece {largest_free_compute_milli}, ][needs {needed_compute_milli}]",
+        "[largest free piece {largest_free_compute_milli}, ][{total_free_compute_milli} free in all, ]"
+        "[needs {needed_compute_milli|compute_milli}]",
     ),
     "not_enough_cpu": (
         "lacks CPU",
         "lack CPU",
-        "[at most {largest_free_cpu_milli} free, ][needs {needed_cpu_milli}]",
+        "[at most {largest_free_cpu_milli} free, ][needs {needed_cpu_milli|cpu_milli}]",
     ),
     "not_enough_node_memory": (
         "lacks memory",
         "lack memory",
-        "[at most {largest_free_node_memory_mib} free, ][needs {needed_node_memory_mib}]",
+        "[at most {largest_free_node_memory_mib} free, ][needs {needed_node_memory_mib|node_memory_mib}]",
     ),
     "gpu_unhealthy": ("has unhealthy GPUs", "have unhealthy GPUs", ""),
     "gpu_in_mig_mode": ("has its GPUs in MIG mode", "have their GPUs in MIG mode", ""),
@@ -175,8 +186,14 @@ _FILTERS: Mapping[str, tuple[str, str, str]] = {
     "allocation_unreadable": ("has a record that cannot be read", "have records that cannot be read", ""),
 }
 
+# What was asked for and what is free beside it: told where a filter is about it, and left out elsewhere.
+_ASKED = {
+    "tasks", "gpus", "memory_mib", "compute_milli", "cpu_milli", "node_memory_mib", "largest_free_memory_mib",
+    "largest_free_compute_milli", "total_free_memory_mib", "total_free_compute_milli",
+}  # fmt: skip
+
 _PART = re.compile(r"\[([^\]]*)\]")
-_NAME = re.compile(r"\{(\w+)\}")
+_NAME = re.compile(r"\{(\w+)(?:\|(\w+))?\}")
 _LONGEST_DETAIL = 500
 _SHOWN_SUBJECTS = 8
 
@@ -204,10 +221,9 @@ def _turned_away(reason: Reason, counts: Mapping[str, int], used: set[str]) -> s
         figures = _fill(numbers, reason, used).strip(", ")
         words = one if counts[name] == 1 else several
         parts.append(f"{counts[name]} {words}" + (f" ({figures})" if figures else ""))
-    if reason.code is ReasonCode.GANG_DOES_NOT_FIT:
-        head = _fill(TEMPLATES[reason.code], reason, used)
-    else:
-        head = "waits"
+    used |= _ASKED
+    has_words = reason.code in (ReasonCode.GANG_DOES_NOT_FIT, ReasonCode.HELD_FOR_LONG_WAIT)
+    head = _fill(TEMPLATES[reason.code], reason, used) if has_words else "waits"
     whole = nodes if "nodes" in reason.numbers else sum(counts.values())
     text = f"{head}: of {whole} {'node' if whole == 1 else 'nodes'} {', '.join(parts)}"
     asked = ", ".join(reason.subjects[:_SHOWN_SUBJECTS])
@@ -222,12 +238,16 @@ def _turned_away(reason: Reason, counts: Mapping[str, int], used: set[str]) -> s
 
 def _fill(template: str, reason: Reason, used: set[str]) -> str:
     def part(match: re.Match[str]) -> str:
-        names = _NAME.findall(match[1])
-        values = {name: _value(name, reason) for name in names}
-        if not all(values.values()):
+        names = [
+            other if other in reason.numbers and name not in reason.numbers else name
+            for name, other in _NAME.findall(match[1])
+        ]
+        values = [_value(name, reason) for name in names]
+        if not all(values):
             return ""
         used.update(names)
-        return _NAME.sub(lambda name: values[name[1]], match[1])
+        following = iter(values)
+        return _NAME.sub(lambda _: next(following), match[1])
 
     return _PART.sub(part, template)
 
@@ -252,7 +272,7 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _with_unit(name: str, value: int) -> str:
-    if name.endswith("_share_millionths") or name == "priority_millionths":
+    if name.endswith("_millionths"):
         return _fraction(value, 6)  # a share may be negative: the tenant is above its quota
     if name == "exit_code":
         return str(value)
@@ -261,11 +281,13 @@ def _with_unit(name: str, value: int) -> str:
         return f"{value} MiB"
     if name.endswith("cpu_milli"):
         return f"{_fraction(value, 3)} cores"
+    if name == "nodes":
+        return "1 node" if value == 1 else f"{value} nodes"
     if name.endswith("_milli"):
         return f"{_fraction(value, 1)}%"
-    if name.endswith("_seconds"):
+    if name == "seconds" or name.endswith("_seconds"):
         return _duration(value)
-    if name.endswith("gpus"):
+    if name.endswith("gpus") or name == "idle_gpus_before":
         return f"{value} GPU" if value == 1 else f"{value} GPUs"
     return str(value)
 

@@ -10,7 +10,13 @@ from vgpu.sentences import TEMPLATES, sentence
 C = ReasonCode
 WORDS = {"subject", "subjects", "others", "detail"}
 NAMES = sorted(
-    {name for text in TEMPLATES.values() for name in re.findall(r"\{(\w+)\}", text)} - WORDS
+    {
+        name
+        for text in TEMPLATES.values()
+        for name in re.findall(r"\w+(?=[|}])", text)
+        if not name.endswith("_millionths")
+    }
+    - WORDS
     | {"nodes", "not_enough_cpu", "gpu_model_differs", "something_new_mib"}
 )
 
@@ -77,6 +83,21 @@ def test_free_compute_is_shown_as_a_part_of_a_gpu():
     )
 
 
+def test_waiting_as_placement_tells_it():
+    """FR-3: what is free in all beside the largest piece, and nothing that is beside the point."""
+    numbers = {
+        "nodes": 1, "tasks": 1, "not_enough_gpu_compute": 1, "gpus": 1, "compute_milli": 600, "memory_mib": 1024,
+        "largest_free_memory_mib": 30000, "largest_free_compute_milli": 400, "total_free_memory_mib": 60000,
+        "total_free_compute_milli": 800, "cpu_milli": 1000, "node_memory_mib": 1024,
+    }  # fmt: skip
+    assert sentence(Reason(C.NOT_ENOUGH_GPU_COMPUTE, numbers)) == (
+        "waits: of 1 node 1 lacks GPU compute (largest free piece 40%, 80% free in all, needs 60%)"
+    )
+    assert sentence(Reason(C.HELD_FOR_LONG_WAIT, numbers, ("j1",))).startswith(
+        "waits: free GPUs are kept for a job that has waited longer: j1: of 1 node"
+    )
+
+
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
@@ -95,8 +116,12 @@ def test_free_compute_is_shown_as_a_part_of_a_gpu():
         (Reason(C.STARTED, {"waited_seconds": 61}, ("n1",)), "started on n1 (waited 1 min 1 s)"),
         # a share may be negative, since a tenant may be above its quota
         (
-            Reason(C.CHOSEN, {"space_share_millionths": -125_000}),
-            "chosen as the next job (space share -0.125)",
+            Reason(
+                C.CHOSEN,
+                {"space_millionths": -125_000, "time_millionths": 100_000, "priority_millionths": -225_000},
+                ("team-a",),
+            ),
+            "the turn of its tenant team-a: priority -0.225 = space share -0.125 - time share 0.1",
         ),
     ],
 )
