@@ -170,12 +170,14 @@ class Client:
         """The job now, and again after each change, until it has ended. Live events tell when to look; a look each
         `poll_seconds` covers what they do not tell (a coordinator that restarts, a proxy that holds streams back)."""
         changed = asyncio.Event()
-        listener = asyncio.create_task(self._listen(id, changed))
+        listener: asyncio.Task[None] | None = None
         seen: JobView | None = None
         try:
             while True:
                 changed.clear()
                 job = await self.job(id)
+                if listener is None:  # from this look on, so that nothing falls between it and the stream
+                    listener = asyncio.create_task(self._listen(id, changed, str(job["revision"])))
                 if seen is None or _changed(seen, job):
                     yield job
                 if is_final(job):
@@ -186,12 +188,13 @@ class Client:
                 except TimeoutError:
                     continue
         finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+            if listener is not None:
+                listener.cancel()
+                await asyncio.gather(listener, return_exceptions=True)
 
-    async def _listen(self, id: str, changed: asyncio.Event) -> None:
+    async def _listen(self, id: str, changed: asyncio.Event, after: str) -> None:
         try:
-            async for event in self.events():
+            async for event in self.events(after):
                 about = event.data.get("id", event.data.get("job"))
                 if event.kind == "resync" or (event.kind == "job" and about in (id, None)):
                     changed.set()
