@@ -83,8 +83,8 @@ class NvmlSource:
         self._events: list[XidEvent] = []
         self._open = False
         self._reopen = False
-        self._patience = 1  # how many readings to wait for the next init while something is missing
-        self._waited = 0
+        # How many readings to wait for the next init while something is missing, and waited so far.
+        self._patience, self._waited = 1, 0
 
     def read_inventory(self) -> GpuInventory:
         self._reopen_if_due()
@@ -117,8 +117,7 @@ class NvmlSource:
         self._drain_events(reading)
         warnings: list[str] = []
         reports = [self._report(gpu, reading, attempt_of, warnings) for gpu in self._known]
-        here = {gpu.uuid for gpu in self._known}
-        gone = sorted({piece.gpu for slices in held.values() for piece in slices} - here)
+        gone = sorted({p.gpu for pieces in held.values() for p in pieces} - {gpu.uuid for gpu in self._known})
         self.warnings = tuple(warnings)
         return (*reports, *(GpuReport(uuid, fault="gone: the machine no longer has it") for uuid in gone))
 

@@ -299,8 +299,13 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *n, process *out
 #endif
 
 int nvmlEventSetCreate(void **out) {
+    char line[512];
+    int place;
     ASK("EventSetCreate", NULL);
     memset(registered, 0, sizeof registered);
+    FILE *f = spec(); /* a new set has none of the events of before */
+    while (f && fgets(line, sizeof line, f)) if (sscanf(line, "xid %d", &place) == 1) events_given = place;
+    if (f) fclose(f);
     *out = &registered;
     return OK;
 }

@@ -138,8 +138,9 @@ def test_gpu_lost_over_a_restart_is_shown_and_indexes_shift_GH_5(
 
 
 def test_replaced_card_is_new_and_healthy_GH_4(machine: FakeMachine, source: NvmlSource) -> None:
-    machine.write(*FOUR[:1], "xid 1 gpu=0 code=79")
+    machine.write(*FOUR[:1])
     source.read_inventory()
+    machine.write(*FOUR[:1], "xid 1 gpu=0 code=79")
     assert fault_of(source, A).startswith("Xid 79")
     machine.write(f"gpu uuid={B} bus=1")
     source.close()  # a card is replaced with the machine off

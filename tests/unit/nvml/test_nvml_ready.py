@@ -29,6 +29,8 @@ from tests.unit.nvml.cards import (
     nobody,
 )
 
+ROOT = Path(__file__).parents[3]
+
 CHILD = """
 import json
 from nodeagent.gpu_source import GpusNotReady
@@ -47,7 +49,7 @@ def in_child(**env: str) -> object:
     done = subprocess.run(
         [sys.executable, "-c", CHILD],
         env={**os.environ, **env},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
@@ -169,3 +171,43 @@ def test_old_driver_without_the_v3_calls_NV_1(tmp_path: Path) -> None:
     spec.write(*FOUR[:1], "process gpu=0 pid=100 mem=500", "process gpu=0 pid=4194305 mem=1")
     answer = in_child(LD_LIBRARY_PATH=str(old), FAKE_NVML_SPEC=str(spec.path))
     assert answer == [[15360], [[100]]]
+
+
+def test_an_error_of_all_gives_the_library_back_GH_10(machine: FakeMachine, source: NvmlSource) -> None:
+    machine.write(*FOUR[:1])
+    source.read_inventory()
+    machine.write(*FOUR[:1], f"error DeviceGetCount {UNKNOWN}")
+    with pytest.raises(GpusNotReady):
+        source.read_inventory()
+    machine.write(*FOUR[:1], f"error Init {DRIVER_NOT_LOADED}")  # met only by one that opens it anew
+    with pytest.raises(GpusNotReady, match="driver_not_loaded"):
+        source.read_inventory()
+
+
+HANGING_CHILD = """
+import asyncio
+from nodeagent.gpu_source import GpuReader, GpusNotReady
+from nodeagent.nvml import NvmlSource
+async def main():
+    try:
+        await GpuReader(NvmlSource(), limit_seconds=0.05).inventory()
+    except GpusNotReady as error:
+        print(error.reason.value)
+asyncio.run(main())
+"""
+
+
+def test_hung_driver_does_not_keep_the_agent_from_exiting(tmp_path: Path) -> None:
+    spec = FakeMachine(tmp_path / "spec")
+    spec.write(f"hang Init {spec.path}")
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library.build()), "FAKE_NVML_SPEC": str(spec.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_CHILD],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout == "no_answer\n"
