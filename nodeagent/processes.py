@@ -117,7 +117,7 @@ class ProcessRunner:
         folder = self._path(key)
         if self._observe(folder) is not None or key in self._marked_keys():
             return
-        environment = {"PATH": DEFAULT_PATH, **container.gpu.env, **container.env, MARK: self._mark(key)}
+        environment = {"PATH": DEFAULT_PATH, **container.env, MARK: self._mark(key)}
         program = _find_program(container, environment["PATH"])
         shutil.rmtree(folder, ignore_errors=True)  # an earlier launch was cut off before its shell started
         (folder / "work").mkdir(parents=True)

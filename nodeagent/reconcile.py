@@ -63,7 +63,8 @@ def reconcile(view: View) -> tuple[Action, ...]:
             else:
                 actions.extend(_granted(view, seen, container, key, observed.get(key)))
     for task in sorted(view.observed, key=lambda task: task.key):
-        if task.key not in granted and not task.foreign and task.key not in view.busy:
+        is_left_alone = task.foreign or (task.key.job, task.key.attempt) in view.unreadable
+        if task.key not in granted and task.key not in view.busy and not is_left_alone:
             actions.extend(_ungranted(view, task))
     return tuple(actions)
 

@@ -22,7 +22,7 @@ LABEL_SLICES = "serai.slices"
 
 # What one stream of a task's output keeps on disk at most; older output goes first, and a reader is told so (OB-2).
 OUTPUT_KEPT_BYTES = 64 * 1024 * 1024
-OUTPUT_DROPPED = b"[serai: earlier output was dropped, only the last part is kept]\n"
+OUTPUT_DROPPED = b"[serai: earlier output may be missing, only the last part is kept]\n"
 
 # After SIGKILL a process is gone at once, unless the kernel holds it (GH-8).
 KILL_CONFIRM_SECONDS = 10

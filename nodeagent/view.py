@@ -48,7 +48,7 @@ class Limits:
 class View:
     """Everything that a pass decides on.
 
-    `withdrawn`: attempts whose grant was seen to go. `records`: the task records that stand in the store. `busy`: tasks
+    `withdrawn`: attempts whose grant was seen to go; `unreadable`: those whose grant cannot be read, which are left alone. `records`: the task records that stand in the store. `busy`: tasks
     with an operation under way, `starting` those among them that are being started. `stops`: when each stop was first
     asked for. `failures`: launches that came to nothing. `steps_done`, `steps_busy`, `steps_failed`: by step id.
     `gpus`: GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read. `on_gpu`: processes
@@ -62,6 +62,7 @@ class View:
     limits: Limits = field(factory=Limits)
     grants: tuple[SeenGrant, ...] = ()
     withdrawn: frozenset[tuple[str, int]] = frozenset()
+    unreadable: frozenset[tuple[str, int]] = frozenset()
     observed: tuple[ObservedTask, ...] = ()
     records: Mapping[TaskKey, Task] = field(factory=dict)
     busy: frozenset[TaskKey] = frozenset()

@@ -116,7 +116,8 @@ class GpuReport:
 @frozen
 class NodeReport:
     """What a node measured in one monitoring period. `held` names every `<job>.<attempt>.<task>` of ours that still
-    exists on the machine, granted or not, with the UUIDs of its GPUs: a GPU in it is not free for anyone else."""
+    exists on the machine, granted or not, with the UUIDs of its GPUs: a GPU in it is not free for anyone else. `closed`
+    says why the node can start nothing now (its container engine does not answer), empty when it can."""
 
     node: str
     sequence: int
@@ -126,4 +127,5 @@ class NodeReport:
     cpu_used_milli: int | None = None
     memory_used_mib: int | None = None
     warnings: tuple[str, ...] = ()
+    closed: str = ""
     version: int = 1

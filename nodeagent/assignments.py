@@ -1,0 +1,196 @@
+"""What the store asks of this node (its grants) and what it was told (its task records).
+
+Grants come from a listing and a watch. A task record is written only while its grant is the very one the task was
+started for, and only over the record that this agent knows of: a write whose answer was lost and which lands late
+finds another revision, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from coordinator.model import Task
+from coordinator.records import Unreadable, decode, encode, grant_key, grant_prefix, task_key, task_prefix
+from coordinator.store import (
+    Change,
+    Compacted,
+    Compare,
+    KeyValue,
+    Put,
+    Store,
+    StoreUnavailable,
+    StoreUncertain,
+    TxnResult,
+    absent,
+    created_at,
+    unchanged,
+)
+from jobspecs.container import Grant
+from nodeagent.runner import TaskKey
+from nodeagent.view import SeenGrant, WriteTask
+
+log = logging.getLogger("serai.agent")
+
+STORE_RETRY_SECONDS = 1.0
+Attempt = tuple[str, int]
+
+
+class Assignments:
+    """`changed` is called after each change of the grants. Nothing may be decided before `is_known`."""
+
+    def __init__(
+        self, store: Store, node: str, writes_per_transaction: int, changed: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._node = node
+        # Each record costs up to two compares, and etcd counts compares and writes each against the limit.
+        self._batch = max(1, writes_per_transaction // 2)
+        self._changed = changed
+        self._mods: dict[TaskKey, int] = {}
+        self._must_reread = False
+        self.is_known = False
+        self.grants: dict[Attempt, SeenGrant] = {}
+        self.unreadable: dict[Attempt, str] = {}
+        self.withdrawn: set[Attempt] = set()
+        self.records: dict[TaskKey, Task] = {}
+
+    async def follow(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            try:
+                revision = await self._list()
+                async for batch in self._store.watch(grant_prefix(self._node), revision):
+                    for change in batch.changes:
+                        self._apply(change)
+                    if batch.changes:
+                        self._changed()
+            except Compacted as error:
+                log.info("the grants are listed again: %s", error)
+            except StoreUnavailable as error:
+                log.warning("the store cannot be reached, tasks run on: %s", error)
+                await asyncio.sleep(STORE_RETRY_SECONDS)
+
+    async def is_granted(self, key: TaskKey) -> bool:
+        """A linearizable look at the store itself. StoreUnavailable."""
+        return await self._store.get(grant_key(self._node, key.job, key.attempt)) is not None
+
+    async def write(self, writes: Sequence[WriteTask]) -> None:
+        """What cannot be written now is asked for again by the next pass. StoreUnavailable."""
+        if self._must_reread:
+            await self._read_records()
+        for start in range(0, len(writes), self._batch):
+            await self._write_batch(writes[start : start + self._batch])
+
+    def forget_withdrawn(self, still_there: Iterable[Attempt]) -> None:
+        """Attempts of which nothing is left on the machine need not be known any more."""
+        self.withdrawn &= set(still_there)
+
+    # --- grants ----------------------------------------------------------------------------------------------------
+
+    async def _list(self) -> int:
+        listing = await self._store.list(grant_prefix(self._node))
+        await self._read_records()
+        before = {*self.grants, *self.unreadable}
+        self.grants, self.unreadable = {}, {}
+        for item in listing.items:
+            self._see(item)
+        self.withdrawn |= before - self.grants.keys() - self.unreadable.keys()
+        self.is_known = True
+        self._changed()
+        return listing.revision
+
+    def _apply(self, change: Change) -> None:
+        if not change.deleted:
+            self._see(change.item)
+            return
+        attempt = self._attempt(change.item.key)
+        self.grants.pop(attempt, None)
+        self.unreadable.pop(attempt, None)
+        self.withdrawn.add(attempt)
+        # The leader deletes the records of an attempt together with its grant.
+        for key in [key for key in self.records if (key.job, key.attempt) == attempt]:
+            del self.records[key]
+            self._mods.pop(key, None)
+
+    def _see(self, item: KeyValue) -> None:
+        attempt = self._attempt(item.key)
+        try:
+            grant = decode(Grant, item.value)
+        except Unreadable as error:
+            # What runs for it runs on; nobody may take it for an orphan.
+            log.error("grant %s.%d cannot be read: %s", *attempt, error)
+            self.unreadable[attempt] = str(error)
+            self.grants.pop(attempt, None)
+            return
+        self.unreadable.pop(attempt, None)
+        self.withdrawn.discard(attempt)
+        self.grants[attempt] = SeenGrant(grant, item.create_revision)
+
+    def _attempt(self, key: str) -> Attempt:
+        job, _, attempt = key.removeprefix(grant_prefix(self._node)).rpartition(".")
+        return job, int(attempt)
+
+    # --- task records ----------------------------------------------------------------------------------------------
+
+    async def _read_records(self) -> None:
+        listing = await self._store.list(task_prefix(self._node))
+        records: dict[TaskKey, Task] = {}
+        mods: dict[TaskKey, int] = {}
+        for item in listing.items:
+            try:
+                key = TaskKey.parse(item.key.removeprefix(task_prefix(self._node)))
+                mods[key] = item.mod_revision
+                records[key] = decode(Task, item.value)
+            except (Unreadable, ValueError) as error:
+                log.error("%s cannot be read and is written anew: %s", item.key, error)
+        self.records, self._mods = records, mods
+        self._must_reread = False
+
+    async def _write_batch(self, writes: Sequence[WriteTask]) -> None:
+        compares = list(dict.fromkeys(compare for write in writes for compare in self._conditions(write)))
+        puts = [Put(self._record_key(_key(write)), encode(write.task)) for write in writes]
+        try:
+            result = await self._store.txn(compares, puts)
+        except StoreUncertain:
+            self._must_reread = True
+            raise
+        if result.succeeded:
+            for write in writes:
+                self.records[_key(write)] = write.task
+                self._mods[_key(write)] = result.revision
+                log.info("%s: %s", write.task.attempt_key, _told(write.task))
+            return
+        left = [write for write in writes if self._still_holds(write, result)]
+        self._must_reread = any(self._record_changed(write, result) for write in writes)
+        if left and len(left) < len(writes):
+            await self._write_batch(left)
+
+    def _conditions(self, write: WriteTask) -> tuple[Compare, Compare]:
+        key = _key(write)
+        grant = created_at(grant_key(self._node, key.job, key.attempt), write.grant_revision)
+        path, mod_revision = self._record_key(key), self._mods.get(key)
+        return grant, absent(path) if mod_revision is None else unchanged(path, mod_revision)
+
+    def _still_holds(self, write: WriteTask, result: TxnResult) -> bool:
+        grant = result.seen.get(self._conditions(write)[0].key)
+        is_granted = grant is not None and grant.create_revision == write.grant_revision
+        return is_granted and not self._record_changed(write, result)
+
+    def _record_changed(self, write: WriteTask, result: TxnResult) -> bool:
+        record = result.seen.get(self._record_key(_key(write)))
+        return (record.mod_revision if record is not None else None) != self._mods.get(_key(write))
+
+    def _record_key(self, key: TaskKey) -> str:
+        return task_key(self._node, key.job, key.attempt, key.task)
+
+
+def _key(write: WriteTask) -> TaskKey:
+    return TaskKey(write.task.job, write.task.attempt, write.task.task)
+
+
+def _told(task: Task) -> str:
+    if task.exit_code is None and not task.fault:
+        return task.state.value
+    return f"{task.state.value} exit_code={task.exit_code} {task.fault} {task.detail}".rstrip()
