@@ -344,4 +344,3 @@ _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {
     model.AdminGone: Cluster._machine_event,
     model.RecordUnreadable: Cluster._machine_event,
 }
-

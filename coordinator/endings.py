@@ -169,7 +169,9 @@ def _started_again(job: Job, reason: Reason, settings: ClusterSettings) -> Endin
     before = sum(
         1
         for happening in job.history
-        if happening.state is JobState.PENDING and happening.reason and happening.reason.code in INFRASTRUCTURE
+        if happening.state is JobState.PENDING
+        and happening.reason
+        and happening.reason.code in INFRASTRUCTURE
     )
     if before < settings.launch_retries:
         return Ending(JobState.PENDING, reason, back_off_ms=_back_off_ms(before, settings))

@@ -14,10 +14,9 @@ from attrs import define, field
 
 from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskState
-from coordinator.nodes import NodeFacts, NodeStatus, NodeView, Use, view_node
+from coordinator.nodes import NodeBuild, NodeFacts, NodeStatus, NodeView, Use, build_of, view_node
 from coordinator.snapshot import ClusterSettings
 from vgpu.inventory import NodeInventory, NodeReport
-from vgpu.topology import NodeTopology, node_topology
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
@@ -32,7 +31,7 @@ class _Machine:
     inventory: NodeInventory | None = None
     report: NodeReport | None = None
     admin: NodeAdmin | None = None
-    topology: NodeTopology | None = None
+    build: NodeBuild = field(factory=NodeBuild)
     missing_since_ms: int | None = None
     jobs: dict[str, Job] = field(factory=dict)
     grants: set[tuple[str, int]] = field(factory=set)
@@ -53,7 +52,7 @@ class Machines:
         self._stale: set[str] = set()
         self._views: dict[str, NodeView] = {}
         self._claims: dict[str, set[str]] = {}
-        self._topologies: dict[NodeTopology, NodeTopology] = {}
+        self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
 
     @property
@@ -142,11 +141,11 @@ class Machines:
             self._claims.setdefault(uuid, set()).add(node)
             self._stale |= self._claims[uuid]
         machine.inventory = inventory
-        machine.topology = None
+        machine.build = NodeBuild()
         if inventory is not None:
-            topology = node_topology(inventory, self._settings.topology)
+            build = build_of(inventory, self._settings.topology)
             # Nodes of one build share one object, so that placement compares them at no cost.
-            machine.topology = self._topologies.setdefault(topology, topology)
+            machine.build = self._builds.setdefault(build, build)
 
     def _report(self, report: NodeReport, now_ms: int) -> None:
         machine = self._machine(report.node)
@@ -214,7 +213,7 @@ class Machines:
             inventory=machine.inventory,
             report=machine.report,
             admin=machine.admin,
-            topology=machine.topology,
+            build=machine.build,
             missing_since_ms=machine.missing_since_ms,
             unreadable=self._closing(name),
             claimed_twice=self._claimed_twice(machine, now_ms, lost_ms),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from attrs import field, frozen
 
@@ -17,7 +18,7 @@ from coordinator.model import Job, NodeAdmin, TaskPlacement
 from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.slices import Slice
-from vgpu.topology import Location, NodeTopology, location
+from vgpu.topology import Location, NodeTopology, TopologyCosts, location, node_topology
 
 # What a driver and its persistence daemon keep on an idle GPU whose processes cannot be listed.
 DRIVER_CONTEXT_MIB = 512
@@ -75,6 +76,38 @@ class GpuView:
         return self.closed is None and not self.holdings and self.foreign_memory_mib == 0
 
 
+@frozen(cache_hash=True)
+class NodeBuild:
+    """What a node is made of, less what tells it from its twins (names, UUIDs): nodes of one build and with the same
+    left over are alike to placement. `gpus` are kinds, with everything of the single card taken out."""
+
+    gpus: tuple[Gpu, ...] = ()
+    topology: NodeTopology = field(default=NodeTopology(()))
+    isolations: tuple[str, ...] = ()
+    cpu_milli: int = 0
+    memory_mib: int = 0
+
+
+def build_of(inventory: NodeInventory, costs: TopologyCosts) -> NodeBuild:
+    kinds = tuple(
+        Gpu(
+            uuid="",
+            index=0,
+            model=gpu.model,
+            memory_mib=gpu.memory_mib,
+            memory_total_mib=gpu.memory_total_mib,
+            device_paths=(),
+            compute_milli=gpu.compute_milli,
+            parent="card" if gpu.parent else "",
+            mig_profile=gpu.mig_profile,
+            unavailable=gpu.unavailable,
+        )
+        for gpu in inventory.gpus
+    )
+    topology = node_topology(inventory, costs)
+    return NodeBuild(kinds, topology, inventory.isolations, inventory.cpu_milli, inventory.memory_mib)
+
+
 @frozen
 class NodeFacts:
     """The records of a node as they were last seen, and what the cluster knows about it beside them."""
@@ -83,11 +116,46 @@ class NodeFacts:
     inventory: NodeInventory | None = None
     report: NodeReport | None = None
     admin: NodeAdmin | None = None
-    topology: NodeTopology | None = None
+    build: NodeBuild = field(factory=NodeBuild)
     missing_since_ms: int | None = None
     unreadable: tuple[str, ...] = ()
     claimed_twice: frozenset[str] = frozenset()
     released: Mapping[str, int] = field(factory=dict)
+
+
+class Piece(NamedTuple):
+    """What is left of one GPU, and the isolations of the slices that are on it. Nothing is left of a closed one."""
+
+    memory_mib: int
+    compute_milli: int
+    sharing: tuple[str, ...] = ()
+    is_open: bool = True
+
+
+class Row(NamedTuple):
+    """What is left of one node; equal rows are alike to placement."""
+
+    build: NodeBuild
+    cpu_milli: int
+    memory_mib: int
+    pieces: tuple[Piece, ...]
+
+    def is_idle(self, gpu: int) -> bool:
+        kind, piece = self.build.gpus[gpu], self.pieces[gpu]
+        return (
+            piece.is_open
+            and not piece.sharing
+            and piece.memory_mib == kind.memory_mib
+            and piece.compute_milli == kind.compute_milli
+        )
+
+    @property
+    def idle_gpus(self) -> int:
+        return sum(1 for gpu in range(len(self.pieces)) if self.is_idle(gpu))
+
+    @property
+    def gpu_memory_mib(self) -> int:
+        return sum(piece.memory_mib for piece in self.pieces)
 
 
 @frozen(eq=False)
@@ -98,7 +166,7 @@ class NodeView:
     inventory: NodeInventory | None
     report: NodeReport | None
     admin: NodeAdmin | None
-    topology: NodeTopology
+    row: Row
     status: NodeStatus
     status_reason: Reason | None
     missing_since_ms: int | None
@@ -108,6 +176,20 @@ class NodeView:
     cpu_free_milli: int
     memory_free_mib: int
     uses: tuple[Use, ...]
+
+    @property
+    def topology(self) -> NodeTopology:
+        return self.row.build.topology
+
+    @property
+    def full_row(self) -> Row:
+        """The node as it would be with nobody on it and everything on it well."""
+        build = self.row.build
+        pieces = tuple(
+            Piece(0, 0, (), False) if gpu.unavailable else Piece(gpu.memory_mib, gpu.compute_milli)
+            for gpu in build.gpus
+        )
+        return Row(build, build.cpu_milli, build.memory_mib, pieces)
 
     @property
     def is_cordoned(self) -> bool:
@@ -125,9 +207,6 @@ class NodeView:
     def gpu_memory_mib(self) -> int:
         """All the GPU memory that the node could ever give out."""
         return sum(view.gpu.memory_mib for view in self.gpus if not view.gpu.unavailable)
-
-
-_NO_TOPOLOGY = NodeTopology(())
 
 
 def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, Reason | None]:
@@ -155,22 +234,29 @@ def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) 
     labels = dict(inventory.labels) if inventory else {}
     if facts.admin is not None:
         labels.update(facts.admin.labels)
+    gpus = _gpu_views(facts, ordered)
     cpu_milli = inventory.cpu_milli if inventory else 0
     memory_mib = inventory.memory_mib if inventory else 0
+    row = Row(
+        facts.build,
+        max(0, cpu_milli - sum(use.placement.cpu_milli for use in ordered)),
+        max(0, memory_mib - sum(use.placement.memory_mib for use in ordered)),
+        tuple(_piece(view) for view in gpus),
+    )
     return NodeView(
         name=facts.name,
         inventory=inventory,
         report=facts.report,
         admin=facts.admin,
-        topology=facts.topology or _NO_TOPOLOGY,
+        row=row,
         status=status,
         status_reason=reason,
         missing_since_ms=facts.missing_since_ms,
         labels=labels,
         location=location(labels),
-        gpus=_gpu_views(facts, ordered),
-        cpu_free_milli=max(0, cpu_milli - sum(use.placement.cpu_milli for use in ordered)),
-        memory_free_mib=max(0, memory_mib - sum(use.placement.memory_mib for use in ordered)),
+        gpus=gpus,
+        cpu_free_milli=row.cpu_milli,
+        memory_free_mib=row.memory_mib,
         uses=ordered,
     )
 
@@ -189,6 +275,11 @@ def _gpu_views(facts: NodeFacts, uses: Sequence[Use]) -> tuple[GpuView, ...]:
         _gpu_view(gpu, tuple(holdings.get(gpu.uuid, ())), reports, held, facts.claimed_twice)
         for gpu in facts.inventory.gpus
     )
+
+
+def _piece(view: GpuView) -> Piece:
+    sharing = tuple(sorted({holding.piece.isolation for holding in view.holdings}))
+    return Piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
 
 
 def _gpu_view(

@@ -34,6 +34,18 @@ class Use:
         return Use(self.compute + times * other.compute, self.memory + times * other.memory)
 
 
+@frozen
+class Headroom:
+    """How much more a tenant may hold; None is no limit."""
+
+    memory_mib: int | None = None
+    compute_milli: int | None = None
+
+    def allows(self, use: Use) -> bool:
+        memory_ok = self.memory_mib is None or use.memory <= self.memory_mib
+        return memory_ok and (self.compute_milli is None or use.compute <= self.compute_milli)
+
+
 _NOTHING = Use()
 
 

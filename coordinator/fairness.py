@@ -1,0 +1,228 @@
+"""Whose turn it is: each tenant's share in space and in time, its limits, and the policy that ranks tenants.
+
+    space(t)    = (quota_memory_mib(t) - held_memory_mib(t)) / cluster_memory_mib              may be negative
+    time(t)     = integral of t's compute over the window / the same integral of all tenants   0 when nothing ran
+    priority(t) = space_weight * space(t) - time_weight * time(t) / weight(t)
+
+No floats: inside a cycle all priorities share one denominator, so they are compared as whole numbers, exactly. A
+tenant of weight 0 comes after all others and is served when nobody else waits; where all have weight 0 they are
+equal (QF-5). Quota may be exceeded while capacity is idle, up to the limit.
+
+A policy is data and one function, `rank`; `POLICIES` names them. `space-time` is the formula above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from math import lcm
+from typing import Protocol
+
+from attrs import frozen
+
+from coordinator.model import Tenant
+from coordinator.snapshot import Snapshot
+from coordinator.usage import Headroom, Use
+from vgpu.reasons import Reason, ReasonCode
+
+MILLION = 1_000_000
+
+
+@frozen
+class Totals:
+    """What shares are shares of, and the common multiple of all weights."""
+
+    cluster_memory_mib: int
+    integral: int
+    weights: int
+
+
+@frozen
+class TenantUse:
+    """What one tenant's rank depends on. `weight` is never 0 here; `is_last` says that it was."""
+
+    quota_memory_mib: int
+    held_memory_mib: int
+    integral: int
+    weight: int
+    is_last: bool
+
+
+Rank = Callable[["Policy", TenantUse, Totals], int]
+
+
+class PolicyNumbers(Protocol):
+    """What a policy reads of `coordinator.config.FairnessSettings`."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def space_weight(self) -> int: ...
+    @property
+    def time_weight(self) -> int: ...
+    @property
+    def max_wait_seconds(self) -> int: ...
+
+
+class PolicySettings(Protocol):
+    @property
+    def fairness(self) -> PolicyNumbers: ...
+    @property
+    def placements_per_cycle(self) -> int: ...
+
+
+@frozen
+class Policy:
+    """`rank` gives the priority of a tenant in units of 1 / (cluster memory x integral x weights)."""
+
+    name: str
+    rank: Rank
+    space_weight: int = 1
+    time_weight: int = 1
+    max_wait_seconds: int = 72 * 3600
+    placements_per_cycle: int = 500
+
+
+@frozen
+class Share:
+    """A tenant's standing, exactly. Shares are None while the cluster has no GPU memory: unknown, not 0 (FR-5).
+    `over_by_memory_mib` is what it holds beyond its quota; `headroom` what it may still get, never negative (QT-3)."""
+
+    tenant: Tenant
+    held: Use
+    space: Fraction | None
+    time: Fraction
+    priority: Fraction | None
+    over_by_memory_mib: int
+    headroom: Headroom
+
+
+def space_time(policy: Policy, use: TenantUse, totals: Totals) -> int:
+    space = (use.quota_memory_mib - use.held_memory_mib) * totals.integral * totals.weights
+    time = use.integral * totals.cluster_memory_mib * (totals.weights // use.weight)
+    return policy.space_weight * space - policy.time_weight * time
+
+
+POLICIES: Mapping[str, Rank] = {"space-time": space_time}
+
+
+def policy_from(settings: PolicySettings) -> Policy:
+    """The policy that the settings name. Raises KeyError for one that there is not."""
+    fairness = settings.fairness
+    return Policy(
+        fairness.policy,
+        POLICIES[fairness.policy],
+        fairness.space_weight,
+        fairness.time_weight,
+        fairness.max_wait_seconds,
+        settings.placements_per_cycle,
+    )
+
+
+class Standings:
+    """The tenants' standing in one cycle. `charge` counts a placement at once, so that a burst gains nothing."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self._snapshot = snapshot
+        self._policy = policy
+        self._held = dict(snapshot.held)
+        names = set(snapshot.tenants) | set(snapshot.lines) | set(snapshot.held) | set(snapshot.usage)
+        self._tenants = {name: snapshot.tenant(name) for name in sorted(names)}
+        self._all_last = all(tenant.weight <= 0 for tenant in self._tenants.values())
+        self._totals = Totals(
+            max(1, snapshot.cluster_memory_mib),
+            max(1, sum(use.compute for use in snapshot.usage.values())),
+            lcm(*(self._weight(tenant) for tenant in self._tenants.values())),
+        )
+
+    def turn(self, tenant: str) -> tuple[bool, int, str]:
+        """Sort key: the tenant with the lowest goes first. Ties end in the name."""
+        use = self._use(tenant)
+        return use.is_last, -self._policy.rank(self._policy, use, self._totals), tenant
+
+    def charge(self, tenant: str, use: Use) -> None:
+        self._held[tenant] = self.held(tenant).plus(use)
+
+    def held(self, tenant: str) -> Use:
+        return self._held.get(tenant, Use())
+
+    def headroom(self, tenant: str) -> Headroom:
+        return headroom(self._tenants[tenant], self.held(tenant))
+
+    def share(self, tenant: str) -> Share:
+        use, totals = self._use(tenant), self._totals
+        is_known = self._snapshot.cluster_memory_mib > 0
+        record, held = self._tenants[tenant], self.held(tenant)
+        unit = totals.cluster_memory_mib * totals.integral * totals.weights
+        return Share(
+            tenant=record,
+            held=held,
+            space=Fraction(use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib)
+            if is_known
+            else None,
+            time=Fraction(use.integral, totals.integral),
+            priority=Fraction(self._policy.rank(self._policy, use, totals), unit) if is_known else None,
+            over_by_memory_mib=max(0, held.memory - record.quota_memory_mib),
+            headroom=headroom(record, held),
+        )
+
+    def chosen(self, tenant: str) -> Reason:
+        """Why a job of this tenant is next, in millionths."""
+        share = self.share(tenant)
+        numbers = {
+            "space_millionths": millionths(share.space or Fraction(0)),
+            "time_millionths": millionths(share.time),
+            "priority_millionths": millionths(share.priority or Fraction(0)),
+        }
+        return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
+
+    def tenants(self) -> Iterable[str]:
+        return self._tenants
+
+    def _weight(self, tenant: Tenant) -> int:
+        return 1 if self._all_last or tenant.weight <= 0 else tenant.weight
+
+    def _use(self, name: str) -> TenantUse:
+        tenant = self._tenants[name]
+        usage = self._snapshot.usage.get(name, Use())
+        return TenantUse(
+            tenant.quota_memory_mib,
+            self.held(name).memory,
+            usage.compute,
+            self._weight(tenant),
+            not self._all_last and tenant.weight <= 0,
+        )
+
+
+def shares(snapshot: Snapshot, policy: Policy) -> Mapping[str, Share]:
+    """Every tenant's standing, in the order of their turns."""
+    standings = Standings(snapshot, policy)
+    return {name: standings.share(name) for name in sorted(standings.tenants(), key=standings.turn)}
+
+
+def headroom(tenant: Tenant, held: Use) -> Headroom:
+    memory, compute = tenant.limit_memory_mib, tenant.limit_compute_milli
+    return Headroom(
+        None if memory is None else max(0, memory - held.memory),
+        None if compute is None else max(0, compute - held.compute),
+    )
+
+
+def over_limit(tenant: Tenant, held: Use, need: Use) -> Reason:
+    """Why a job that would hold `need` must wait for its own tenant's jobs."""
+    numbers = {
+        "needed_memory_mib": need.memory,
+        "needed_compute_milli": need.compute,
+        "held_memory_mib": held.memory,
+        "held_compute_milli": held.compute,
+    }
+    if tenant.limit_memory_mib is not None:
+        numbers["limit_memory_mib"] = tenant.limit_memory_mib
+    if tenant.limit_compute_milli is not None:
+        numbers["limit_compute_milli"] = tenant.limit_compute_milli
+    return Reason(ReasonCode.OVER_LIMIT, numbers, (tenant.name,))
+
+
+def millionths(share: Fraction) -> int:
+    """Rounded to the nearest."""
+    return round(share * MILLION)

@@ -1,0 +1,163 @@
+"""Whether one task fits on what is left of one node, on which GPUs, and how good that is.
+
+The filters, in this order; the first that refuses is the reason (the node's own state and its labels come before
+them, in `coordinator.placement`):
+
+    GPU model -> idle GPUs and total free memory -> distinct GPUs -> each GPU's free memory -> each GPU's free compute
+    -> isolation -> CPU -> memory of the node
+
+Scores are tuples of whole numbers, lower is better. A MIG instance counts as a card of its own size that is given
+out whole (MG-1, MG-2); a whole-card job needs a whole card, so it never gets one (MG-5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from coordinator.nodes import Piece, Row
+from coordinator.snapshot import TaskShape
+from vgpu import isolation
+from vgpu.inventory import Gpu
+from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import Slice, SliceRequest
+from vgpu.topology import least_cost_set
+
+Score = tuple[int, ...]
+
+
+@frozen
+class Fit:
+    """The GPUs of the node that the task would get, by their place in its inventory, in what isolation, and the
+    score. `cost` is the communication cost of the set."""
+
+    gpus: tuple[int, ...]
+    isolations: tuple[str, ...]
+    score: Score
+    cost: int = 0
+
+
+def fit(task: TaskShape, row: Row) -> Fit | ReasonCode:
+    """A function of its arguments alone, so that nodes alike share the answer."""
+    found: Fit | ReasonCode = Fit((), (), _score_without_gpu(task, row))
+    if task.gpus.count:
+        found = _gpu_fit(task.gpus, row)
+    if isinstance(found, ReasonCode):
+        return found
+    if row.cpu_milli < task.cpu_milli:
+        return ReasonCode.NOT_ENOUGH_CPU
+    if row.memory_mib < task.memory_mib:
+        return ReasonCode.NOT_ENOUGH_NODE_MEMORY
+    return found
+
+
+def memory_need_mib(request: SliceRequest, gpu: Gpu) -> int:
+    """What a slice takes of this GPU: all of it where the request names no size."""
+    return gpu.memory_mib if request.memory_mib is None else request.memory_mib
+
+
+def matches_model(request: SliceRequest, gpu: Gpu) -> bool:
+    return request.model.lower() in gpu.model.lower()
+
+
+def cut_slice(request: SliceRequest, gpu: Gpu, name: str) -> Slice:
+    return isolation.cut(request, gpu, name)
+
+
+def after(task: TaskShape, row: Row, found: Fit) -> Row:
+    """The row once the task is there."""
+    pieces = list(row.pieces)
+    for gpu, name in zip(found.gpus, found.isolations, strict=True):
+        taken, piece = cut_slice(task.gpus, row.build.gpus[gpu], name), pieces[gpu]
+        pieces[gpu] = Piece(
+            piece.memory_mib - taken.memory_mib,
+            piece.compute_milli - taken.compute_milli,
+            tuple(sorted({*piece.sharing, name})),
+        )
+    return Row(row.build, row.cpu_milli - task.cpu_milli, row.memory_mib - task.memory_mib, tuple(pieces))
+
+
+def _gpu_fit(request: SliceRequest, row: Row) -> Fit | ReasonCode:
+    kinds, pieces = row.build.gpus, row.pieces
+    matching = [n for n, kind in enumerate(kinds) if matches_model(request, kind)]
+    if not matching:
+        return ReasonCode.GPU_MODEL_DIFFERS
+    if request.is_whole:
+        idle = [n for n in matching if row.is_idle(n) and kinds[n].compute_milli >= request.compute_milli]
+        if len(idle) < request.count:
+            return ReasonCode.NOT_ENOUGH_IDLE_GPUS
+    else:
+        wanted_mib = request.count * min(memory_need_mib(request, kinds[n]) for n in matching)
+        if sum(pieces[n].memory_mib for n in matching) < wanted_mib:
+            return ReasonCode.NOT_ENOUGH_TOTAL_MEMORY
+    free = [n for n in matching if pieces[n].is_open]
+    if len(free) < request.count:
+        return ReasonCode.NOT_ENOUGH_DISTINCT_GPUS
+    free = [n for n in free if _has_memory(request, row, n)]
+    if len(free) < request.count:
+        return ReasonCode.NOT_ENOUGH_GPU_MEMORY
+    free = [n for n in free if pieces[n].compute_milli >= request.compute_milli]
+    if len(free) < request.count:
+        return ReasonCode.NOT_ENOUGH_GPU_COMPUTE
+    names: dict[int, str] = {}
+    for n in free:
+        name = isolation.choose(request, kinds[n], row.build.isolations, pieces[n].sharing)
+        if not isinstance(name, Reason):
+            names[n] = name
+    if len(names) < request.count:
+        return ReasonCode.NO_ISOLATION
+    chosen, score, cost = _choice(request, row, list(names))
+    return Fit(chosen, tuple(names[n] for n in chosen), score, cost)
+
+
+def _has_memory(request: SliceRequest, row: Row, gpu: int) -> bool:
+    kind, piece = row.build.gpus[gpu], row.pieces[gpu]
+    if kind.is_mig_instance and not row.is_idle(gpu):
+        return False
+    return piece.memory_mib >= memory_need_mib(request, kind)
+
+
+def _choice(request: SliceRequest, row: Row, free: Sequence[int]) -> tuple[tuple[int, ...], Score, int]:
+    """The GPUs and the score, by what the task needs in all. Several slices talk to each other however small they
+    are, so they are placed like several GPUs."""
+    if request.count > 1:
+        best = least_cost_set(row.build.topology, free, request.count)
+        assert best is not None
+        gpus, cost, size = best
+        return gpus, (cost, size, row.idle_gpus, row.gpu_memory_mib), cost
+    if request.is_whole:
+        gpu = _worst_connected(row, free)
+        mean = row.build.topology.mean_cost_milli
+        # A GPU with no other beside it is the worst connected of all.
+        alone = 0 if mean < 0 else 1
+        return (gpu,), (alone, -mean, row.idle_gpus, row.gpu_memory_mib), 0
+    left, gpu = min((_left_over(request, row, n), n) for n in free)
+    opens = left[0] == 2
+    return (gpu,), (*left, row.idle_gpus - opens, row.gpu_memory_mib), 0
+
+
+def _worst_connected(row: Row, free: Sequence[int]) -> int:
+    """The idle GPU that is farthest from the other idle ones, so that taking it breaks the worst set; then the one
+    farthest from all GPUs of the node; then the first."""
+    topology, everything = row.build.topology, range(len(row.pieces))
+    idle = [n for n in everything if row.is_idle(n)]
+    return min(free, key=lambda n: (-topology.cost_to(n, idle), -topology.cost_to(n, everything), n))
+
+
+def _left_over(request: SliceRequest, row: Row, gpu: int) -> tuple[int, int]:
+    """How much fragmentation a fraction leaves on a GPU: (kind of break, thousandths left over or wasted).
+
+    0: the rest of a GPU that is broken already; 1: a MIG instance, of which nobody can have the rest; 2: a GPU that
+    was whole until now."""
+    kind, piece = row.build.gpus[gpu], row.pieces[gpu]
+    memory_mib = piece.memory_mib - memory_need_mib(request, kind)
+    left = 1000 * memory_mib // kind.memory_mib + piece.compute_milli - request.compute_milli
+    if kind.is_mig_instance:
+        return 1, left
+    return (2 if row.is_idle(gpu) else 0), left
+
+
+def _score_without_gpu(task: TaskShape, row: Row) -> Score:
+    """A task without GPUs goes where the fewest are, then where it leaves the least CPU over."""
+    return (len(row.pieces), row.cpu_milli - task.cpu_milli, row.memory_mib - task.memory_mib)

@@ -1,0 +1,126 @@
+"""The order of jobs inside a tenant: higher priority first; then what needs least (GPU memory, compute, CPU); then
+the older. A job that was passed over longer than the bounded wait goes ahead of smaller ones of its priority.
+
+Jobs of one line (one priority, one shape) are answered alike, so a queue hands out the first of a line and drops the
+whole line once its shape was refused; it never looks at all jobs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from coordinator.fit import matches_model
+from coordinator.model import Job
+from coordinator.nodes import NodeStatus
+from coordinator.snapshot import Shape, Snapshot, TaskShape
+from coordinator.usage import Use
+from vgpu.inventory import Gpu
+
+
+@frozen
+class Needs:
+    """What a job needs in all, as far as it is known before a card is chosen."""
+
+    memory_mib: int
+    compute_milli: int
+    cpu_milli: int
+
+    @property
+    def use(self) -> Use:
+        return Use(self.compute_milli, self.memory_mib)
+
+
+class Cards:
+    """The kinds of GPU in the cluster, to say what a whole card is at least (FR-5: only real GPUs count)."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        builds = {view.row.build for view in snapshot.nodes.values() if view.status is not NodeStatus.LOST}
+        kinds = {gpu for build in builds for gpu in build.gpus if not gpu.unavailable}
+        self._kinds = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.model))
+        self._needs: dict[Shape, Needs] = {}
+
+    def needs(self, shape: Shape) -> Needs:
+        """With a whole card taken for the smallest one that matches; 0 where there is none."""
+        if shape not in self._needs:
+            memory = sum(task.count * task.gpus.count * self._memory_mib(task) for task in shape.tasks)
+            self._needs[shape] = Needs(memory, shape.compute_milli, shape.cpu_milli)
+        return self._needs[shape]
+
+    def _memory_mib(self, task: TaskShape) -> int:
+        if task.gpus.memory_mib is not None:
+            return task.gpus.memory_mib
+        return next((gpu.memory_mib for gpu in self._kinds if self._is_enough(task, gpu)), 0)
+
+    def _is_enough(self, task: TaskShape, gpu: Gpu) -> bool:
+        return matches_model(task.gpus, gpu) and gpu.compute_milli >= task.gpus.compute_milli
+
+
+def is_ready(job: Job, now_ms: int) -> bool:
+    """Not in a back-off."""
+    return job.not_before_ms <= now_ms
+
+
+def is_overdue(job: Job, now_ms: int, max_wait_seconds: int) -> bool:
+    return now_ms - job.queued_at_ms >= 1000 * max_wait_seconds
+
+
+def overdue(snapshot: Snapshot, tenant: str, max_wait_seconds: int) -> list[tuple[Shape, Job]]:
+    """A tenant's jobs that were passed over for too long. Only the front of each line is looked at: nobody can have
+    waited longer than since its submit."""
+    bound_ms = snapshot.now_ms - 1000 * max_wait_seconds
+    late = []
+    for key, line in snapshot.lines.get(tenant, {}).items():
+        for job in line:
+            if job.submitted_at_ms > bound_ms:
+                break
+            if is_overdue(job, snapshot.now_ms, max_wait_seconds) and is_ready(job, snapshot.now_ms):
+                late.append((key.shape, job))
+    return late
+
+
+Order = tuple[int, int, tuple[int, ...], int, str]
+
+
+class TenantQueue:
+    """Hands out a tenant's jobs in their order. The job at the front is `first`; `take` after it was placed, `refuse`
+    once its shape is known not to fit for the rest of the cycle."""
+
+    def __init__(self, snapshot: Snapshot, tenant: str, cards: Cards, max_wait_seconds: int) -> None:
+        self._now_ms = snapshot.now_ms
+        self._taken: set[str] = set()
+        self._heap: list[tuple[Order, Shape, Job, Iterator[Job] | None]] = []
+        for shape, job in overdue(snapshot, tenant, max_wait_seconds):
+            order: Order = (-job.spec.priority, 0, (), job.queued_at_ms, job.id)
+            self._heap.append((order, shape, job, None))
+        self._needs = cards
+        for key, line in snapshot.lines.get(tenant, {}).items():
+            self._push(key.shape, iter(line))
+        heapq.heapify(self._heap)
+
+    def first(self) -> tuple[Shape, Job] | None:
+        while self._heap:
+            _, shape, job, rest = self._heap[0]
+            if job.id not in self._taken:
+                return shape, job
+            heapq.heappop(self._heap)
+            if rest is not None:
+                self._push(shape, rest)
+        return None
+
+    def take(self, job: Job) -> None:
+        self._taken.add(job.id)
+
+    def refuse(self) -> None:
+        """The line of the job at the front has no chance any more in this cycle."""
+        heapq.heappop(self._heap)
+
+    def _push(self, shape: Shape, rest: Iterator[Job]) -> None:
+        job = next((j for j in rest if j.id not in self._taken and is_ready(j, self._now_ms)), None)
+        if job is not None:
+            needs = self._needs.needs(shape)
+            size = (needs.memory_mib, needs.compute_milli, needs.cpu_milli)
+            order: Order = (-job.spec.priority, 1, size, job.submitted_at_ms, job.id)
+            heapq.heappush(self._heap, (order, shape, job, rest))

@@ -1,0 +1,199 @@
+"""Why a waiting job waits, and whether it can ever run here. Found when asked for, once for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from attrs import evolve
+
+from coordinator import gangs
+from coordinator.fairness import Standings, headroom, over_limit
+from coordinator.fit import Fit, fit, matches_model, memory_need_mib
+from coordinator.model import Job, Tenant
+from coordinator.nodes import NodeView, Row
+from coordinator.placement import Draft, empty_draft, wait_reason
+from coordinator.queues import Cards, is_ready
+from coordinator.snapshot import Shape, Snapshot, TaskShape, shape_of
+from coordinator.usage import Use
+from jobspecs.spec import JobSpec
+from vgpu.inventory import Gpu
+from vgpu.reasons import Reason, ReasonCode
+
+
+class Waiting(Mapping[str, Reason]):
+    """A reason for every job that the plan leaves waiting. Reasons of a shape are of the end of the cycle."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        draft: Draft,
+        standings: Standings,
+        cards: Cards,
+        refused: frozenset[Shape],
+        placed: frozenset[str],
+        held_for: tuple[str, Reason] | None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._draft = draft
+        self._standings = standings
+        self._cards = cards
+        self._refused = refused
+        self._placed = placed
+        self._held_for = held_for
+        self._by_shape: dict[Shape, Reason | None] = {}
+        self._never: dict[tuple[str, Shape], Reason | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._snapshot.waiting_jobs) - len(self._placed)
+
+    def __iter__(self) -> Iterator[str]:
+        return (id for id in self._snapshot.waiting_jobs if id not in self._placed)
+
+    def __getitem__(self, id: str) -> Reason:
+        if id in self._placed:
+            raise KeyError(id)
+        job = self._snapshot.waiting_jobs[id]
+        shape = shape_of(job.spec)
+        never = self._never_reason(job, shape)
+        if never is not None:
+            return never
+        if self._held_for is not None and id == self._held_for[0]:
+            return self._held_for[1]
+        if not is_ready(job, self._snapshot.now_ms):
+            left_ms = job.not_before_ms - self._snapshot.now_ms
+            return Reason(ReasonCode.BACK_OFF, {"seconds": (left_ms + 999) // 1000})
+        need, tenant = self._cards.needs(shape).use, job.tenant
+        if not self._standings.headroom(tenant).allows(need):
+            record = self._snapshot.tenant(tenant)
+            return over_limit(record, self._standings.held(tenant), need)
+        return self._shape_reason(shape) or self._behind(job)
+
+    def _never_reason(self, job: Job, shape: Shape) -> Reason | None:
+        key = (job.tenant, shape)
+        if key not in self._never:
+            self._never[key] = why_never(job.spec, self._snapshot)
+        return self._never[key]
+
+    def _shape_reason(self, shape: Shape) -> Reason | None:
+        """Why the shape does not fit; None where it does, so that others are in front."""
+        if shape not in self._by_shape:
+            fits = shape not in self._refused and gangs.place(self._draft, shape, gangs.NO_LIMIT) is not None
+            self._by_shape[shape] = None if fits else self._held_or_full(shape)
+        return self._by_shape[shape]
+
+    def _held_or_full(self, shape: Shape) -> Reason:
+        reason = wait_reason(shape, self._draft)
+        if self._held_for is not None and self._would_fit_on_held(shape):
+            return Reason(ReasonCode.HELD_FOR_LONG_WAIT, reason.numbers, (self._held_for[0],))
+        return reason
+
+    def _would_fit_on_held(self, shape: Shape) -> bool:
+        return any(
+            not isinstance(self._draft.fit(task, self._draft.row(node)), ReasonCode)
+            for node in self._draft.held
+            for task in shape.tasks
+        )
+
+    def _behind(self, job: Job) -> Reason:
+        """It fits, and a tenant or a job before it is not done yet: the cycle was full."""
+        placed = [self._snapshot.waiting_jobs[id] for id in self._placed]
+        own = sum(1 for other in placed if other.tenant == job.tenant)
+        if own:
+            return Reason(ReasonCode.BEHIND_OWN_JOBS, {"placed_before": own}, (job.tenant,))
+        return Reason(ReasonCode.BEHIND_OTHER_TENANTS, {"placed_before": len(placed)})
+
+
+def why_never(spec: JobSpec, snapshot: Snapshot) -> Reason | None:
+    """Why a job can never run on this cluster or within its tenant's limit, with everything on it idle and well.
+    None if it can, or if no node is known yet. Nodes that are down count as there (QF-2): they may be repaired."""
+    shape = shape_of(spec)
+    known = [view for view in snapshot.nodes.values() if view.inventory is not None]
+    if not known:
+        return None
+    limited = _beyond_limit(shape, snapshot.tenant(spec.tenant), Cards(snapshot))
+    if limited is not None:
+        return limited
+    allowed = [view for view in known if _has_labels(view, shape)]
+    if not allowed:
+        names = tuple(f"{label}={value}" for label, value in shape.constraints)
+        return Reason(ReasonCode.LABELS_DIFFER, {"nodes": len(known)}, names)
+    rows = {view.row.build: view.full_row for view in allowed}
+    for task in shape.tasks:
+        reason = _task_never(task, list(rows.values()))
+        if reason is not None:
+            return reason
+    if shape.task_count > 1:
+        return _gang_never(shape, snapshot, allowed)
+    return None
+
+
+def _has_labels(view: NodeView, shape: Shape) -> bool:
+    return all(view.labels.get(label) == value for label, value in shape.constraints)
+
+
+def _beyond_limit(shape: Shape, tenant: Tenant, cards: Cards) -> Reason | None:
+    need = cards.needs(shape).use
+    if headroom(tenant, Use()).allows(need):
+        return None
+    return evolve(over_limit(tenant, Use(), need), code=ReasonCode.JOB_LARGER_THAN_LIMIT)
+
+
+def _task_never(task: TaskShape, rows: Sequence[Row]) -> Reason | None:
+    """The rows are those of empty nodes, one for each build."""
+    answers = [fit(task, row) for row in rows]
+    if any(isinstance(answer, Fit) for answer in answers):
+        return None
+    request = task.gpus
+    if request.count:
+        kinds = {gpu for row in rows for gpu in row.build.gpus if not gpu.unavailable}
+        matching = [gpu for gpu in kinds if matches_model(request, gpu)]
+        if not matching:
+            return Reason(ReasonCode.NO_SUCH_GPU, {"gpus": request.count}, (request.model,))
+        if not any(_is_enough(task, gpu) for gpu in matching):
+            return Reason(
+                ReasonCode.SLICE_LARGER_THAN_ANY_GPU,
+                {
+                    "memory_mib": request.memory_mib or 0,
+                    "compute_milli": request.compute_milli,
+                    "largest_memory_mib": max(gpu.memory_mib for gpu in matching),
+                    "largest_compute_milli": max(gpu.compute_milli for gpu in matching),
+                },
+                (request.model,) if request.model else (),
+            )
+    if ReasonCode.NO_ISOLATION in answers:
+        return Reason(ReasonCode.NO_ISOLATION, subjects=(request.isolation,) if request.isolation else ())
+    return _larger_than_any_node(task, rows)
+
+
+def _larger_than_any_node(task: TaskShape, rows: Sequence[Row]) -> Reason:
+    """Beside each figure that was asked for stands the largest that any node has of it."""
+    numbers = {
+        "cpu_milli": task.cpu_milli,
+        "largest_cpu_milli": max(row.cpu_milli for row in rows),
+        "node_memory_mib": task.memory_mib,
+        "largest_node_memory_mib": max(row.memory_mib for row in rows),
+    }
+    if task.gpus.count:
+        numbers["gpus"] = task.gpus.count
+        numbers["largest_gpus"] = max(sum(_is_enough(task, gpu) for gpu in row.build.gpus) for row in rows)
+    return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, numbers)
+
+
+def _gang_never(shape: Shape, snapshot: Snapshot, allowed: Sequence[NodeView]) -> Reason | None:
+    if gangs.place(empty_draft(snapshot), shape, gangs.NO_LIMIT) is not None:
+        return None
+    numbers = {
+        "tasks": shape.task_count,
+        "gpus": shape.gpu_count,
+        "cluster_gpus": sum(1 for view in allowed for gpu in view.gpus if not gpu.gpu.unavailable),
+        "cpu_milli": shape.cpu_milli,
+        "cluster_cpu_milli": sum(view.cpu_milli for view in allowed),
+    }
+    return Reason(ReasonCode.JOB_LARGER_THAN_CLUSTER, numbers)
+
+
+def _is_enough(task: TaskShape, gpu: Gpu) -> bool:
+    is_large = (
+        gpu.memory_mib >= memory_need_mib(task.gpus, gpu) and gpu.compute_milli >= task.gpus.compute_milli
+    )
+    return matches_model(task.gpus, gpu) and not gpu.unavailable and is_large
