@@ -115,29 +115,22 @@ def _identity(options: argparse.Namespace) -> str:
 
 
 def _etcd(options: argparse.Namespace) -> EtcdStore:
-    user, _, password_file = options.etcd_user.partition(":")
-    password = Path(password_file).read_text().strip() if password_file else ""
-    return EtcdStore(
-        EtcdSettings.from_url(
-            options.etcd,
-            ca_file=options.etcd_ca,
-            cert_file=options.etcd_cert,
-            key_file=options.etcd_key,
-            user=user,
-            password=password,
-        )
-    )
+    extra = {"ca_file": options.etcd_ca, "cert_file": options.etcd_cert, "key_file": options.etcd_key}
+    if options.etcd_user:
+        extra["user"], _, password_file = options.etcd_user.partition(":")
+        extra["password"] = Path(password_file).read_text().strip()
+    return EtcdStore(EtcdSettings.from_url(options.etcd, **extra))
 
 
 def _engine(options: argparse.Namespace, settings: Settings, store: Store, replica: Replica) -> Engine:
     if settings.engine == "nomad":
 
         def nomad_id(node: str) -> str | None:
-            inventory = replica.cluster.inventories.get(node)
+            inventory = replica.cluster.inventory_of(node)
             return inventory.engine_node_id or None if inventory else None
 
         return NomadEngine(
-            NomadSettings.from_environment(options.nomad, os.environ), settings, nomad_id, clock_ms
+            NomadSettings.from_environment(options.nomad, os.environ), settings, nomad_id, clock_ms, lambda: replica.cluster
         )
 
     async def endpoint(node: str) -> Endpoint | None:

@@ -24,6 +24,7 @@ from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
 from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
 from coordinator.usage import UsageLedger, Use
+from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
 
@@ -96,6 +97,9 @@ class Cluster:
     def tasks_of(self, job: str, attempt: int) -> Mapping[int, Task]:
         return self._tasks.now.get((job, attempt), {})
 
+    def inventory_of(self, node: str) -> NodeInventory | None:
+        return self._machines.inventory_of(node)
+
     def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The usage records that have changed since the last call, for the leader to write."""
         self._end_listing()
@@ -132,6 +136,10 @@ class Cluster:
         fold = _FOLDS.get(type(event))
         if fold is not None:
             fold(self, event, now_ms)
+
+    def lead(self, now_ms: int) -> None:
+        """A term of leadership begins: every silent node gets its full grace from now on."""
+        self._machines.renew_grace(now_ms)
 
     def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
         job = event.job

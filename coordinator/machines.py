@@ -78,6 +78,17 @@ class Machines:
         due = [(m.missing_since_ms or 0) + lost_ms for m in silent]
         return MappingProxyType(self._views), lost_jobs, min((at for at in due if at > now_ms), default=None)
 
+    def renew_grace(self, now_ms: int) -> None:
+        """Silence counts anew from now: what a standby saw before it led may have been its own deafness (LE-3)."""
+        for machine in self._machines.values():
+            if machine.missing_since_ms is not None:
+                machine.missing_since_ms = now_ms
+                self._stale.add(machine.name)
+
+    def inventory_of(self, node: str) -> NodeInventory | None:
+        machine = self._machines.get(node)
+        return machine.inventory if machine else None
+
     def apply(self, event: model.Event, now_ms: int) -> None:
         if isinstance(event, model.InventorySeen):
             self._inventory(event.inventory.node, event.inventory, now_ms)

@@ -22,13 +22,15 @@ from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
 from coordinator.config import Settings
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.engines import Engine, EngineRefused, EngineUnavailable
-from coordinator.fairness import Policy
+from coordinator.fairness import Policy, policy_from
 from coordinator.intents import grants_of, placement_intent, reason_intent, transition_intent
+from coordinator.leader import Term
 from coordinator.lifecycle import settle
 from coordinator.model import Job, Task, TaskState
 from coordinator.records import encode, grant_key, task_key, usage_key
 from coordinator.replica import Replica
-from coordinator.store import Put, StoreUnavailable, created_at
+from coordinator.store import Put, Store, StoreUnavailable, created_at
+from coordinator.sweep import Sweep
 from jobspecs.render import grants_for
 
 log = logging.getLogger("serai.scheduler")
@@ -63,6 +65,7 @@ class Scheduler:
         self._launched: set[tuple[str, int]] = set()
         self._launch_gate = asyncio.Semaphore(LAUNCHES_IN_FLIGHT)
         self._reason_written_ms: dict[str, int] = {}
+        self._due_ms: int | None = None
 
     async def run(self) -> None:
         """Raises `LeadershipLost`."""
@@ -100,8 +103,8 @@ class Scheduler:
                 await self._wait_for_cause(changed)
 
     async def _wait_for_cause(self, changes_seen: int) -> None:
-        due_ms = self._replica.cluster.snapshot(self._clock_ms()).next_due_ms
-        timeout = None if due_ms is None else max(0.0, (due_ms - self._clock_ms()) / 1000)
+        """Until something changed, or time alone changes something."""
+        timeout = None if self._due_ms is None else max(0.0, (self._due_ms - self._clock_ms()) / 1000)
         try:
             await asyncio.wait_for(self._replica.wait_for_change(changes_seen), timeout)
         except TimeoutError:
@@ -142,6 +145,7 @@ class Scheduler:
     async def _place(self) -> Outcome:
         now_ms = self._clock_ms()
         snapshot = self._replica.cluster.snapshot(now_ms)
+        self._due_ms = snapshot.next_due_ms
         plan = plan_cycle(snapshot, self._policy)
         keys = self._replica.key_values
         intents = []
@@ -153,6 +157,7 @@ class Scheduler:
                 snapshot.inventories,
                 engine=self._engine.name,
                 cluster=self._settings.cluster,
+                ran_ms=placement.job.ran_ms,
             )
             intent = placement_intent(placement.job, placement.allocation, grants, keys)
             if intent is not None:
@@ -299,7 +304,7 @@ async def serve_term(
     """Leads until the term is over. Raises `LeadershipLost`, `StoreUnavailable`; the caller resigns."""
     token = term.token
     committer = Committer(store, settings, token.leadership, token.lease, token.create_revision)
-    scheduler = Scheduler(replica, engine, committer, settings, policy_named(settings.fairness), clock_ms)
+    scheduler = Scheduler(replica, engine, committer, settings, policy_from(settings), clock_ms)
     sweep = Sweep(store, replica, engine, committer, settings, clock_ms)
 
     async def until_lost() -> None:
