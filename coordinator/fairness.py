@@ -129,8 +129,10 @@ class Standings:
         names = set(snapshot.tenants) | set(snapshot.lines) | set(snapshot.held) | set(snapshot.usage)
         self._tenants = {name: snapshot.tenant(name) for name in sorted(names)}
         self._all_last = all(tenant.weight <= 0 for tenant in self._tenants.values())
+        memory_mib = snapshot.cluster_memory_mib
+        self._has_gpus = memory_mib > 0
         self._totals = Totals(
-            max(1, snapshot.cluster_memory_mib),
+            max(1, memory_mib),
             max(1, sum(use.compute for use in snapshot.usage.values())),
             lcm(*(self._weight(tenant) for tenant in self._tenants.values())),
         )
@@ -151,7 +153,7 @@ class Standings:
 
     def share(self, tenant: str) -> Share:
         use, totals = self._use(tenant), self._totals
-        is_known = self._snapshot.cluster_memory_mib > 0
+        is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
         unit = totals.cluster_memory_mib * totals.integral * totals.weights
         return Share(

@@ -37,7 +37,8 @@ def check_plan(snapshot: Snapshot, plan: Plan) -> None:
         assert snapshot.waiting_jobs.get(job.id) == job, f"{job.id} does not wait"
         assert job.id not in snapshot.jobs, f"{job.id} lives already"
         assert allocation.attempt == job.attempt
-        assert allocation.chosen is not None and allocation.placed is not None, "no reason is given"
+        assert allocation.chosen is not None, "no reason is given why it is next"
+        assert allocation.placed is not None, "no reason is given why there"
         uses += [(job, placed) for placed in allocation.tasks]
         _check_gang(job, allocation.tasks)
         for placed in allocation.tasks:
@@ -65,9 +66,11 @@ def _check_states(snapshot: Snapshot) -> None:
         assert job.allocation.attempt == job.attempt, f"{job.id} holds slices of another attempt"
         _check_gang(job, job.allocation.tasks)
     for job in snapshot.waiting_jobs.values():
-        assert job.state is JobState.PENDING and job.allocation is None, f"{job.id} waits and holds"
+        assert job.state is JobState.PENDING, f"{job.id} waits in state {job.state.value}"
+        assert job.allocation is None, f"{job.id} waits and holds"
     for job in snapshot.done.values():
-        assert job.state.is_final and job.allocation is None, f"{job.id} has ended and holds"
+        assert job.state.is_final, f"{job.id} has ended in state {job.state.value}"
+        assert job.allocation is None, f"{job.id} has ended and holds"
     folders = [set(snapshot.jobs), set(snapshot.waiting_jobs), set(snapshot.done)]
     assert len(set().union(*folders)) == sum(map(len, folders)), "a job stands in two folders"
 
@@ -95,7 +98,7 @@ def _check_capacity(snapshot: Snapshot, uses: Iterable[tuple[Job, TaskPlacement]
         node_memory[placed.node] += placed.memory_mib
         for piece in placed.slices:
             key = (placed.node, piece.gpu)
-            assert piece.memory_mib > 0 and piece.compute_milli > 0
+            assert min(piece.memory_mib, piece.compute_milli) > 0, f"{job.id} holds an empty slice"
             memory[key] += piece.memory_mib
             compute[key] += piece.compute_milli
             owners[key].append((job.id, piece.isolation))
@@ -153,7 +156,8 @@ def _check_indexes(snapshot: Snapshot) -> None:
 
 def _check_may_hold(snapshot: Snapshot, job: Job, placed: TaskPlacement) -> None:
     view = snapshot.nodes[placed.node]
-    assert view.status is NodeStatus.READY and not view.is_cordoned, f"{view.name} takes no work"
+    assert view.status is NodeStatus.READY, f"{view.name} takes no work"
+    assert not view.is_cordoned, f"{view.name} is cordoned"
     assert all(view.labels.get(label) == value for label, value in job.spec.constraints.items())
     gpus = {gpu.gpu.uuid: gpu for gpu in view.gpus}
     for piece in placed.slices:
