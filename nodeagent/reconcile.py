@@ -205,9 +205,11 @@ def _cannot_start(view: View, container: ContainerSettings) -> Failure | None:
             return None
         if piece.gpu not in view.gpus:
             # Never run with other devices, or fewer, than were granted (RR-4).
-            return Failure(ReasonCode.GPU_LOST.value, f"{piece.gpu} is not on this node", view.now_ms)
+            return Failure(ReasonCode.LAUNCH_FAILED.value, f"{piece.gpu} is not on this node", view.now_ms)
         if view.gpus[piece.gpu]:
-            return Failure(ReasonCode.GPU_LOST.value, f"{piece.gpu}: {view.gpus[piece.gpu]}", view.now_ms)
+            return Failure(
+                ReasonCode.LAUNCH_FAILED.value, f"{piece.gpu}: {view.gpus[piece.gpu]}", view.now_ms
+            )
     return None
 
 
