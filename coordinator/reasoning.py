@@ -41,7 +41,7 @@ class Waiting(Mapping[str, Reason]):
         self._placed = placed
         self._held_for = held_for
         self._by_shape: dict[Shape, Reason | None] = {}
-        self._never: dict[tuple[str, Shape], Reason | None] = {}
+        self._never: dict[Shape, Reason | None] = {}
 
     def __len__(self) -> int:
         return len(self._snapshot.waiting_jobs) - len(self._placed)
@@ -69,10 +69,10 @@ class Waiting(Mapping[str, Reason]):
         return self._shape_reason(shape) or self._behind(job)
 
     def _never_reason(self, job: Job, shape: Shape) -> Reason | None:
-        key = (job.tenant, shape)
-        if key not in self._never:
-            self._never[key] = why_never(job.spec, self._snapshot)
-        return self._never[key]
+        if shape not in self._never:
+            self._never[shape] = _fits_never(shape, self._snapshot)
+        limited = _beyond_limit(shape, self._snapshot.tenant(job.tenant), self._cards)
+        return limited or self._never[shape]
 
     def _shape_reason(self, shape: Shape) -> Reason | None:
         """Why the shape does not fit; None where it does, so that others are in front."""
@@ -107,24 +107,25 @@ def why_never(spec: JobSpec, snapshot: Snapshot) -> Reason | None:
     """Why a job can never run on this cluster or within its tenant's limit, with everything on it idle and well.
     None if it can, or if no node is known yet. Nodes that are down count as there (QF-2): they may be repaired."""
     shape = shape_of(spec)
+    limited = _beyond_limit(shape, snapshot.tenant(spec.tenant), Cards(snapshot))
+    return limited or _fits_never(shape, snapshot)
+
+
+def _fits_never(shape: Shape, snapshot: Snapshot) -> Reason | None:
     known = [view for view in snapshot.nodes.values() if view.inventory is not None]
     if not known:
         return None
-    limited = _beyond_limit(shape, snapshot.tenant(spec.tenant), Cards(snapshot))
-    if limited is not None:
-        return limited
     allowed = [view for view in known if _has_labels(view, shape)]
     if not allowed:
         names = tuple(f"{label}={value}" for label, value in shape.constraints)
         return Reason(ReasonCode.LABELS_DIFFER, {"nodes": len(known)}, names)
-    rows = {view.row.build: view.full_row for view in allowed}
+    builds = {view.row.build: view for view in allowed}
+    rows = [view.full_row for view in builds.values()]
     for task in shape.tasks:
-        reason = _task_never(task, list(rows.values()))
+        reason = _task_never(task, rows)
         if reason is not None:
             return reason
-    if shape.task_count > 1:
-        return _gang_never(shape, snapshot, allowed)
-    return None
+    return _gang_never(shape, snapshot, allowed) if shape.task_count > 1 else None
 
 
 def _has_labels(view: NodeView, shape: Shape) -> bool:
