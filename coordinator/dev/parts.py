@@ -115,9 +115,9 @@ async def ready_line(part: Part, *, seconds: float) -> dict[str, Any]:
     try:
         async with asyncio.timeout(seconds):
             while True:
-                found = next((line for line in _json_lines(part.log) if line.get("event") == "ready"), None)
-                if found is not None and found.get("address"):
-                    return found
+                for line in _json_lines(part.log):
+                    if line.get("event") == "ready" and line.get("address"):
+                        return line
                 if part.process.returncode is not None:
                     raise await part.failure()
                 await asyncio.sleep(0.05)
