@@ -1,0 +1,144 @@
+"""A cluster of real processes on loopback: etcd, coordinators, node agents. For tests only what a user can do too:
+command lines, HTTP, etcdctl, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from coordinator.client import Client
+from coordinator.cluster import Cluster
+from coordinator.config import Settings
+from coordinator.dev.parts import Part, ready_line, start
+from coordinator.etcd_store import EtcdSettings, EtcdStore
+from coordinator.records import ROOT, Token, encode, event, token_key
+from coordinator.store import Change, Put
+from tests.etcd_server import EtcdServer
+from tests.invariants import check_snapshot
+
+ADMIN = "admin-token-of-the-tests"
+SETTINGS = {"report_seconds": 1, "node_lease_seconds": 4, "lost_seconds": 30, "orphan_grace_seconds": 2}
+PATIENCE_SECONDS = 40
+
+
+class LiveCluster:
+    """`folder` holds logs and data. Every part that was started is stopped by `stop`."""
+
+    def __init__(self, folder: Path, etcd: EtcdServer, **settings: object) -> None:
+        self.folder = folder
+        self.etcd = etcd
+        self.store = EtcdStore(EtcdSettings.from_url(etcd.url))
+        self.parts: dict[str, Part] = {}
+        self.address = ""
+        self._clients: list[Client] = []
+        self._settings = folder / "settings.yaml"
+        self._settings.write_text(yaml.safe_dump(SETTINGS | settings))
+
+    async def bootstrap(self) -> Client:
+        await self.store.txn([], [Put(token_key(ADMIN), encode(Token("admin")))])
+        return self.client(ADMIN)
+
+    def client(self, token: str, address: str = "") -> Client:
+        client = Client(address or self.address, token)
+        self._clients.append(client)
+        return client
+
+    async def start_coordinator(self, name: str = "c1", role: str = "both", **options: str) -> Part:
+        """Ready when it serves (api, both) or stands by (scheduler)."""
+        command = [sys.executable, "-m", "coordinator", "--role", role, "--etcd", self.etcd.url, "--id", name]
+        command += ["--listen", "127.0.0.1:0", "--config", str(self._settings)]
+        for option, value in options.items():
+            command += [f"--{option}", value]
+        part = self.parts[name] = await start(name, command, self.folder)
+        if role == "scheduler":
+            await self.until(lambda: _said(part, '"scheduler"'))
+        else:
+            self.address = (await ready_line(part, seconds=PATIENCE_SECONDS))["address"]
+        return part
+
+    async def start_agent(self, node: str, gpus: str, runner: str = "process", *options: str) -> Part:
+        command = [sys.executable, "-m", "nodeagent", "--node", node, "--etcd", self.etcd.url]
+        command += ["--gpus", gpus, "--runner", runner, "--config", str(self._settings), "--listen", "127.0.0.1:0"]
+        command += ["--data-folder", str(self.folder / node), *options]
+        part = self.parts[node] = await start(f"{node}.{len(self.parts)}", command, self.folder)
+        await ready_line(part, seconds=PATIENCE_SECONDS)
+        return part
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """To the part and whatever it started."""
+        for process in self.processes(name):
+            os.kill(process, number)
+
+    def processes(self, name: str) -> list[int]:
+        root = psutil.Process(self.parts[name].process.pid)
+        return [process.pid for process in (root, *root.children(recursive=True))]
+
+    async def until(self, holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_SECONDS) -> None:
+        """Waits for a condition of the world outside; fails with the ends of the logs."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    answer = holds()
+                    if answer if isinstance(answer, bool) else await answer:
+                        return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"did not come true in {seconds} s\n{self.logs()}") from None
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{part.last_lines(25)}" for name, part in self.parts.items())
+
+    async def check(self) -> None:
+        """The invariants of the design, on what stands in etcd now."""
+        cluster = Cluster(Settings())
+        listing = await self.store.list(ROOT)
+        for item in listing.items:
+            seen = event(Change(item))
+            if seen is not None:
+                cluster.apply(seen, 0)
+        check_snapshot(cluster.snapshot(0))
+
+    async def keys(self, folder: str) -> list[str]:
+        return [item.key for item in (await self.store.list(ROOT + folder)).items]
+
+    async def stop(self, parts: Iterable[str] | None = None) -> None:
+        names = list(self.parts if parts is None else parts)
+        await asyncio.gather(*(self.parts[name].stop() for name in names))
+        if parts is None:
+            for client in self._clients:
+                await client.close()
+            await self.store.close()
+
+
+def _said(part: Part, text: str) -> bool:
+    return text in part.log.read_text(errors="replace")
+
+
+@asynccontextmanager
+async def live_cluster(folder: Path, **settings: object) -> AsyncIterator[LiveCluster]:
+    """With an etcd of its own. Ends with the invariants checked and nothing left running."""
+    data = folder / "etcd"
+    data.mkdir()
+    etcd = EtcdServer(data)
+    etcd.start()
+    cluster = LiveCluster(folder, etcd, **settings)
+    try:
+        yield cluster
+        await cluster.check()
+    finally:
+        await cluster.stop()
+        etcd.stop()
+
+
+def spec(name: str, *command: str, **fields: Any) -> dict[str, Any]:
+    """A job spec that runs `command` in the tests' image, or as a process."""
+    return {"name": name, "image": "serai-test:1", "command": list(command) or ["true"], "cpu": "100m", "memory": "64MiB"} | fields
