@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from random import Random
 
 from coordinator.store import (
     Compare,
@@ -37,7 +38,7 @@ class FlakyStore:
 
     `lost_replies` transactions are applied and their answer is lost; `late_requests` lose their answer first and are
     applied when the test calls `deliver`; `dropped_requests` never arrive. `is_full` and `is_down` hold until reset.
-    While `gate` is not set, everything waits.
+    While `gate` is not set, everything waits. `jitter` lets others go first for a few turns of the loop, at random.
     """
 
     def __init__(self, store: Store) -> None:
@@ -48,6 +49,7 @@ class FlakyStore:
         self.dropped_requests = 0
         self.is_full = False
         self.is_down = False
+        self.jitter: Random | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.transactions: list[tuple[Sequence[Compare], Sequence[Write]]] = []
@@ -108,5 +110,8 @@ class FlakyStore:
 
     async def _reach(self) -> None:
         await self.gate.wait()
+        if self.jitter is not None:
+            for _ in range(self.jitter.randrange(8)):
+                await asyncio.sleep(0)
         if self.is_down:
             raise StoreUnavailable("no connection")

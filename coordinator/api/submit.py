@@ -34,6 +34,7 @@ from coordinator.store import (
     StoreError,
     StoreUnavailable,
     StoreUncertain,
+    TxnResult,
     absent,
     unchanged,
 )
@@ -307,7 +308,8 @@ class SubmitPump:
         First the fence is put, so that the transaction cannot arrive after it was looked for. One transaction wrote
         all of the batch, so one job speaks for all; wherever its record has moved to counts."""
         job = batch[0].jobs[0]
-        keys = (records.queue_key(job.tenant, job.id), records.job_key(job.id), records.done_key(job.id))
+        queue, idempotency = records.queue_key(job.tenant, job.id), max(one.key for one in batch)
+        keys = (queue, records.job_key(job.id), records.done_key(job.id), idempotency)
         failure: StoreError | None = None
         for _ in range(_ROUNDS):
             try:
@@ -315,8 +317,8 @@ class SubmitPump:
                 await self._store.txn([], [Put(fence, b"{}", lease)])
                 if self._fence == fence:
                     self._fence = self._new_fence()
-                result = await self._store.txn([absent(key) for key in keys], [])
-                return None if result.succeeded else result.revision
+                result = await self._store.txn([absent(key) for key in keys if key], [])
+                return _written_at(result, keys)
             except StoreError as error:
                 failure = error
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -332,6 +334,18 @@ class SubmitPump:
             lease = await self._store.grant_lease(self._idempotency_seconds + 2 * 3600)
             self._leases = {hour: lease}
         return self._leases[hour]
+
+
+def _written_at(result: TxnResult, keys: tuple[str, str, str, str]) -> int | None:
+    """The revision of the transaction whose job stands under one of `keys` (queue, jobs, done; last the idempotency
+    key of one of its submissions, or empty); None where there is no such job. Nobody writes an idempotency record a
+    second time, and a record that waits was created by its submit; of one that has moved only later is known."""
+    queue, live, done, idempotency = (result.seen.get(key) for key in keys)
+    if result.succeeded or not (queue or live or done):
+        return None
+    if idempotency is not None:
+        return idempotency.mod_revision
+    return queue.create_revision if queue is not None else result.revision
 
 
 def _tenants(batch: Sequence[Submission]) -> set[str]:

@@ -103,7 +103,9 @@ async def test_an_unknown_tenant_is_refused_and_the_others_of_its_batch_go_on(
     pump = make_pump()
     await pump.submit(Submission([job("first")]))
     store.gate.clear()
-    submissions = [Submission([job(f"j{n}", tenant)]) for n, tenant in enumerate(["a", "gone", "b", "gone", "a", "b"])]
+    submissions = [
+        Submission([job(f"j{n}", tenant)]) for n, tenant in enumerate(["a", "gone", "b", "gone", "a", "b"])
+    ]
     waiting = [asyncio.create_task(pump.submit(submission)) for submission in submissions]
     await asyncio.sleep(0)
     store.gate.set()
@@ -141,11 +143,15 @@ async def test_a_changed_quota_does_not_refuse_a_submit(store: FlakyStore, make_
     assert await stored(store) == ["a/j1", "a/j2"]
 
 
-async def test_an_id_that_is_taken_refuses_that_submission_alone(store: FlakyStore, make_pump: MakePump) -> None:
+async def test_an_id_that_is_taken_refuses_that_submission_alone(
+    store: FlakyStore, make_pump: MakePump
+) -> None:
     pump = make_pump()
     await pump.submit(Submission([job("j1", env="first")]))
     store.gate.clear()
-    waiting = [asyncio.create_task(pump.submit(Submission([job(id)]))) for id in ("j0", "j1", "j2", "j3", "j4")]
+    waiting = [
+        asyncio.create_task(pump.submit(Submission([job(id)]))) for id in ("j0", "j1", "j2", "j3", "j4")
+    ]
     await asyncio.sleep(0)
     store.gate.set()
     results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -175,7 +181,9 @@ async def test_a_lost_answer_of_a_job_that_has_moved_on_meanwhile_is_still_a_suc
     async def moved(self: FlakyStore, compares: object, writes: object) -> object:
         if not writes:
             done = evolve(job("j1"), state=JobState.CANCELLED)
-            await self.store.txn((), (Delete(records.queue_key("a", "j1")), Put(records.done_key("j1"), records.encode(done))))
+            await self.store.txn(
+                (), (Delete(records.queue_key("a", "j1")), Put(records.done_key("j1"), records.encode(done)))
+            )
         return await reading(self, compares, writes)  # type: ignore[arg-type]
 
     store.txn = moved.__get__(store)  # type: ignore[method-assign]
@@ -237,7 +245,9 @@ async def test_nothing_is_written_where_the_store_is_not_there_or_full(
     assert await stored(store) == ["a/j3"]
 
 
-async def test_an_answer_that_stays_lost_is_said_to_be_uncertain(store: FlakyStore, make_pump: MakePump) -> None:
+async def test_an_answer_that_stays_lost_is_said_to_be_uncertain(
+    store: FlakyStore, make_pump: MakePump
+) -> None:
     pump = make_pump()
     store.only, store.late_requests = records.QUEUE, 1
     reading = store.grant_lease
@@ -268,7 +278,9 @@ class TestIdempotency:
         assert len(replayed) == 1
         assert sum(receipt.replayed is None for receipt in receipts) == 1
 
-    async def test_another_body_is_a_conflict_and_writes_nothing(self, store: FlakyStore, make_pump: MakePump) -> None:
+    async def test_another_body_is_a_conflict_and_writes_nothing(
+        self, store: FlakyStore, make_pump: MakePump
+    ) -> None:
         pump = make_pump()
         await pump.submit(Submission([job("j1")], self.KEY, "body"))
         with pytest.raises(IdempotencyConflict):
@@ -292,7 +304,9 @@ class TestIdempotency:
         assert (await pump.submit(at_now("j4"))).replayed is not None
         assert await stored(store) == ["a/j1", "a/j3"]
 
-    async def test_the_store_forgets_the_record_by_itself(self, make_pump: MakePump, store: FlakyStore) -> None:
+    async def test_the_store_forgets_the_record_by_itself(
+        self, make_pump: MakePump, store: FlakyStore
+    ) -> None:
         now = [0.0]
         memory = store.store = MemoryStore(lambda: now[0])
         await memory.txn((), (Put(records.tenant_key("a"), records.encode(Tenant("a"))),))
@@ -341,13 +355,17 @@ class TestBounds:
         store.gate.set()
         await asyncio.gather(*waiting)
 
-    async def test_a_submission_that_no_transaction_holds_is_refused_at_once(self, make_pump: MakePump) -> None:
+    async def test_a_submission_that_no_transaction_holds_is_refused_at_once(
+        self, make_pump: MakePump
+    ) -> None:
         pump = make_pump()
         with pytest.raises(RequestTooLarge):
             await pump.submit(Submission([job(f"j{n}") for n in range(128)]))
         with pytest.raises(RequestTooLarge):
             await pump.submit(Submission([job("j", env="x" * 1_000_001)]))
-        await pump.submit(Submission([job(f"j{n}") for n in range(125)], records.idempotency_key("a", "k"), "b"))
+        await pump.submit(
+            Submission([job(f"j{n}") for n in range(125)], records.idempotency_key("a", "k"), "b")
+        )
 
     async def test_a_caller_that_goes_away_does_not_take_its_job_along(
         self, store: FlakyStore, make_pump: MakePump
