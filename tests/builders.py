@@ -175,10 +175,14 @@ def running(
     node_memory: int = 1024,
     **changes: object,
 ) -> Job:
-    """A job that has held these slices of one node since so many seconds after the start."""
-    placed = TaskPlacement(0, node, tuple(pieces), cpu, node_memory)
+    """A job that has held these slices of one node since so many seconds after the start; it asked for just them."""
+    slices = tuple(pieces)
+    placed = TaskPlacement(0, node, slices, cpu, node_memory)
     allocation = Allocation(1, (placed,), START_MS + 1000 * since)
-    return job(id, state=JobState.ALLOCATED, allocation=allocation, **changes)
+    sizes = {"gpus": len(slices)}
+    if slices and slices[0].isolation != "exclusive":
+        sizes |= {"memory": slices[0].memory_mib, "compute": slices[0].compute_milli}
+    return job(id, state=JobState.ALLOCATED, allocation=allocation, **{**sizes, **changes})
 
 
 def task(of: Job, number: int = 0, state: TaskState = TaskState.RUNNING, **changes: object) -> Task:

@@ -1,0 +1,516 @@
+"""The fold: what nodes can give, in any order of events, with records that are odd, late, gone or unreadable."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator import model
+from coordinator.cluster import Cluster
+from coordinator.lifecycle import allocated, cancelled
+from coordinator.model import JobState, NodeAdmin, TaskState, Tenant, UsageHour
+from coordinator.nodes import NodeStatus
+from coordinator.snapshot import Snapshot
+from coordinator.usage import BUCKET_MS, HOUR_MS, Use
+from tests.builders import GIB, START_MS, World, gpu, job, mig, node, piece, report, running, settings, task
+from tests.invariants import check_snapshot
+from vgpu.inventory import GpuProcess, GpuReport
+from vgpu.reasons import ReasonCode
+
+
+def free(world: World, name: str = "n1", index: int = 0) -> tuple[int, int]:
+    view = world.snapshot().nodes[name].gpus[index]
+    return view.memory_free_mib, view.compute_free_milli
+
+
+def closed(world: World, name: str = "n1", index: int = 0) -> ReasonCode | None:
+    reason = world.snapshot().nodes[name].gpus[index].closed
+    return reason.code if reason else None
+
+
+# --- free capacity -----------------------------------------------------------------------------------------------------
+
+
+def test_free_is_derived_from_allocations_alone():
+    w = World(node("n1", gpus=2))
+    assert free(w) == (80 * GIB, 1000)
+    w.submit(running("j", "n1", [piece("GPU-n1-0", 10 * GIB, 300, "mps")]))
+    assert free(w) == (70 * GIB, 700)
+    view = w.snapshot().nodes["n1"]
+    assert (view.cpu_free_milli, view.memory_free_mib) == (127_000, 1023 * GIB)
+    assert [(h.job, h.tenant) for h in view.gpus[0].holdings] == [("j", "a")]
+    w.see(model.JobGone("j", "jobs"))
+    assert free(w) == (80 * GIB, 1000)
+
+
+def test_da6_use_outlives_the_records_of_its_node():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.InventoryGone("n1"))
+    assert w.snapshot().nodes["n1"].gpus == ()
+    w.add(node("n1", gpus=1))
+    assert free(w) == (0, 0)
+    w.submit(job("j2"))
+    assert w.cycle() == []
+
+
+def test_fr7_only_what_the_driver_leaves_is_given_out():
+    w = World(node("n1", [gpu("n1", 0, memory=15360 - 450, memory_total_mib=15360)]))
+    w.submit(*(job(f"j{n:02}", memory=1024, compute=50) for n in range(15)))
+    assert len(w.cycle()) == 14
+
+
+def test_foreign_memory_is_not_free():
+    w = World(node("n1", gpus=2))
+    w.see(model.ReportSeen(report("n1", foreign={"GPU-n1-0": 3000})))
+    assert free(w) == (80 * GIB - 3000, 1000)
+    view = w.snapshot().nodes["n1"].gpus[0]
+    assert (view.foreign_memory_mib, view.is_idle) == (3000, False)
+
+
+def test_a_foreign_process_of_unknown_size_closes_the_gpu():
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, None),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+
+
+@pytest.mark.parametrize(("used", "expected"), [(300, 0), (None, 0), (900, 900)])
+def test_without_a_list_of_processes_use_of_an_empty_gpu_is_foreign(used, expected):
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", memory_used_mib=used, processes=None)
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert w.snapshot().nodes["n1"].gpus[0].foreign_memory_mib == expected
+
+
+def test_our_own_processes_are_not_foreign():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0", 10 * GIB, 300, "mps")]))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 9000, "j.1.0"),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert free(w) == (70 * GIB, 700)
+
+
+def test_unhealthy_and_unavailable_gpus_are_not_offered():
+    w = World(node("n1", [gpu("n1", 0), gpu("n1", 1, unavailable="lost"), gpu("n1", 2)]))
+    w.see(model.ReportSeen(report("n1", faults={"GPU-n1-0": "Xid 79"})))
+    assert closed(w, index=0) is ReasonCode.GPU_UNHEALTHY
+    assert closed(w, index=1) is ReasonCode.GPU_UNHEALTHY
+    w.submit(*(job(f"j{n}") for n in range(3)))
+    assert len(w.cycle()) == 1
+    assert w.where("j0") == ["GPU-n1-2"]
+    w.see(model.ReportSeen(report("n1", START_MS + 1)))
+    assert w.cycle() == ["j1"], "well again"
+
+
+def test_a_fault_of_a_card_closes_its_mig_instances():
+    w = World(node("n1", [gpu("n1", 0, unavailable="MIG mode"), mig("n1", 0, 1, 16384, 142)]))
+    w.see(model.ReportSeen(report("n1", faults={"GPU-n1-0": "Xid 79"})))
+    assert closed(w, index=1) is ReasonCode.GPU_UNHEALTHY
+
+
+# --- what exists on a node without a live allocation --------------------------------------------------------------------
+
+
+def test_da1_a_gpu_is_taken_until_the_end_on_it_is_confirmed():
+    """Full node of four jobs of two GPUs. Cancel one; its successor gets exactly its GPUs, and not before."""
+    w = World(node("n1"))
+    w.submit(*(job(f"j{n}", gpus=2) for n in range(4)))
+    w.cycle()
+    uuids = w.where("j1")
+    w.put(cancelled(w.live("j1"), w.now_ms))
+    w.settle()
+    w.submit(job("j5", gpus=2))
+    assert w.cycle() == [], "asked to stop is not stopped"
+    w.see(model.TaskSeen(task(w.live("j1"), state=TaskState.EXITED, exit_code=143, released=False)))
+    w.settle()
+    assert w.cycle() == [], "a process of it is left"
+    w.see(model.TaskSeen(task(w.live("j1"), state=TaskState.EXITED, exit_code=143)))
+    w.settle()
+    assert w.cycle() == ["j5"]
+    assert sorted(w.where("j5")) == sorted(uuids)
+
+
+def test_what_a_node_still_has_without_a_live_job_is_not_free():
+    w = World(node("n1", gpus=2))
+    w.see(model.ReportSeen(report("n1", held={"old.1.0": ("GPU-n1-0",)})))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+    assert free(w, index=1) == (80 * GIB, 1000)
+    w.see(model.ReportSeen(report("n1", START_MS + 1)))
+    assert closed(w) is None
+
+
+def test_da9_a_task_on_another_gpu_than_it_was_given_closes_that_gpu():
+    w = World(node("n1", gpus=2))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.ReportSeen(report("n1", held={"j.1.0": ("GPU-n1-1",)})))
+    assert closed(w, index=1) is ReasonCode.GPU_OCCUPIED
+    assert w.snapshot().nodes["n1"].gpus[1].closed.subjects == ("GPU-n1-1", "j.1.0")
+
+
+def test_lk10_a_report_older_than_a_confirmed_end_says_nothing_about_it():
+    w = World(node("n1", gpus=1))
+    w.submit(job("j"), job("k", 1))
+    w.cycle()
+    w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
+    w.now = 4
+    w.end("j")
+    assert w.cycle() == ["k"], "free at once, not after the next report"
+
+
+def test_a_report_after_the_end_that_still_has_it_counts():
+    w = World(node("n1", gpus=1))
+    w.submit(job("j"), job("k", 1))
+    w.cycle()
+    w.now = 4
+    w.end("j")
+    w.now = 5
+    w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
+    assert w.cycle() == []
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+
+
+# --- identity ------------------------------------------------------------------------------------------------------------
+
+
+def test_da9_id2_a_gpu_that_two_nodes_claim_is_given_to_nobody():
+    w = World(node("n1", gpus=2))
+    w.add(node("n2", [gpu("n1", 0), gpu("n2", 1)]))
+    assert closed(w, "n1", 0) is ReasonCode.GPU_CLAIMED_TWICE
+    assert closed(w, "n2", 0) is ReasonCode.GPU_CLAIMED_TWICE
+    assert closed(w, "n1", 1) is None
+    w.see(model.InventoryGone("n2"))
+    assert closed(w, "n1", 0) is None
+
+
+def test_id2_a_node_that_came_back_under_another_name_has_its_gpus_once_the_old_one_is_given_up():
+    w = World(node("old", gpus=1), lost_seconds=600)
+    w.see(model.ReportGone("old"))
+    w.add(node("new", [gpu("old", 0)]))
+    assert closed(w, "new") is ReasonCode.GPU_CLAIMED_TWICE
+    w.now = 600
+    assert closed(w, "new") is None
+
+
+def test_id2_a_node_that_registers_again_is_one_node():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.InventorySeen(node("n1", gpus=1, machine_id="other", engine_node_id="new-id")))
+    assert list(w.snapshot().nodes) == ["n1"]
+    assert free(w) == (0, 0)
+
+
+# --- status --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_ready_unknown_and_lost():
+    w = World(node("n1"), lost_seconds=600)
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+    w.now = 10
+    w.see(model.ReportGone("n1"))
+    w.now = 609
+    assert w.snapshot().nodes["n1"].status is NodeStatus.UNKNOWN
+    w.now = 610
+    view = w.snapshot().nodes["n1"]
+    assert view.status is NodeStatus.LOST
+    assert view.status_reason.numbers == {"silent_seconds": 600}
+    w.see(model.ReportSeen(report("n1")))
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+
+
+def test_tp4_a_silent_node_gets_no_work_and_keeps_what_it_has():
+    w = World(node("n1", gpus=2), lost_seconds=600)
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.ReportGone("n1"))
+    w.now = 90
+    w.submit(job("k"))
+    assert w.cycle() == []
+    w.see(model.ReportSeen(report("n1", w.now_ms)))
+    assert w.settle() == ()
+    assert w.live("j").allocation.nodes == ("n1",)
+    assert w.cycle() == ["k"]
+
+
+def test_le3_a_new_leader_gives_every_node_its_full_grace():
+    """Fifty nodes whose leases have all run out: the silence before the take-over does not count."""
+    w = World(lost_seconds=600)
+    w.now = 10_000
+    for n in range(50):
+        w.see(model.InventorySeen(node(f"n{n:02}", gpus=1)))
+        w.submit(running(f"j{n:02}", f"n{n:02}", [piece(f"GPU-n{n:02}-0")], retries=1))
+    w.cluster.lead(w.now_ms)
+    assert {view.status for view in w.snapshot().nodes.values()} == {NodeStatus.UNKNOWN}
+    w.now += 599
+    assert w.settle() == (), "no job is moved"
+    w.now += 1
+    assert len(w.settle()) == 50
+
+
+def test_le3_a_standby_that_takes_over_starts_the_grace_anew():
+    w = World(node("n1"), lost_seconds=600)
+    w.see(model.ReportGone("n1"))
+    w.now = 500
+    w.snapshot()
+    w.cluster.lead(w.now_ms)
+    w.now = 700
+    assert w.snapshot().nodes["n1"].status is NodeStatus.UNKNOWN
+    w.now = 1100
+    assert w.snapshot().nodes["n1"].status is NodeStatus.LOST
+
+
+def test_an_administrator_cordons_and_labels():
+    w = World(node("n1", labels={"zone": "a", "rack": "r1"}))
+    w.see(model.AdminSeen(NodeAdmin("n1", cordoned=True, labels={"zone": "b"})))
+    view = w.snapshot().nodes["n1"]
+    assert view.is_cordoned
+    assert view.labels == {"zone": "b", "rack": "r1"}
+    w.see(model.AdminGone("n1"))
+    assert not w.snapshot().nodes["n1"].is_cordoned
+
+
+def test_a_node_without_records_use_or_grants_is_forgotten():
+    w = World(node("n1"))
+    w.see(model.ReportGone("n1"), model.InventoryGone("n1"))
+    assert w.snapshot().nodes == {}
+
+
+# --- records that cannot be read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "mend"),
+    [
+        ("/serai/jobs/j", model.JobGone("j", "jobs")),
+        ("/serai/grants/n1/j.1", model.GrantGone("n1", "j", 1)),
+        ("/serai/grants/n1/j.1", model.GrantSeen("n1", "j", 1, False)),
+    ],
+)
+def test_da7_an_unreadable_allocation_closes_its_node_and_drops_no_use(key, mend):
+    w = World(node("n1", gpus=2), node("n2", gpus=1))
+    w.see(model.GrantSeen("n1", "j", 1, False), model.RecordUnreadable(key, "garbage"))
+    view = w.snapshot().nodes["n1"]
+    assert view.status is NodeStatus.CLOSED
+    assert view.status_reason.code is ReasonCode.ALLOCATION_UNREADABLE
+    assert view.status_reason.subjects == (key,)
+    w.submit(job("a"), job("b", 1))
+    assert w.cycle() == ["a"], "other nodes go on"
+    assert w.where("a") == ["GPU-n2-0"]
+    w.see(mend)
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+    assert w.cycle() == ["b"]
+
+
+def test_da7_a_record_that_became_unreadable_keeps_what_it_holds():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.RecordUnreadable("/serai/jobs/j", "garbage"))
+    assert free(w) == (0, 0)
+    assert w.snapshot().nodes["n1"].status is NodeStatus.CLOSED
+    w.put(running("j", "n1", [piece("GPU-n1-0")]))
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+    assert free(w) == (0, 0)
+
+
+def test_da7_the_grant_may_be_seen_after_the_record():
+    w = World(node("n1"))
+    w.see(model.RecordUnreadable("/serai/jobs/j", "garbage"), model.GrantSeen("n1", "j", 1, False))
+    assert w.snapshot().nodes["n1"].status is NodeStatus.CLOSED
+
+
+@pytest.mark.parametrize("key", ["", "/", "/serai/", "/serai/jobs", "/serai/tenants/x", "/other/jobs/x/y/z"])
+def test_odd_keys_close_nothing_and_raise_nothing(key):
+    w = World(node("n1"))
+    w.see(model.RecordUnreadable(key, "?"))
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+
+
+# --- order of events -----------------------------------------------------------------------------------------------------
+
+
+def test_lk7_a_record_older_than_the_newest_is_ignored():
+    w = World(node("n1"))
+    live = running("j", "n1", [piece("GPU-n1-0")])
+    w.cluster.apply(model.JobSeen(evolve(live, state=JobState.SUCCEEDED, allocation=None), 12), START_MS)
+    w.cluster.apply(model.JobSeen(live, 10), START_MS)
+    assert free(w) == (80 * GIB, 1000)
+
+
+def test_a_job_stands_in_one_folder_whatever_watch_is_ahead():
+    """queue/ and jobs/ have their own watches: the new record may be seen before the old one is gone."""
+    w = World(node("n1"))
+    waiting = job("j")
+    live = running("j", "n1", [piece("GPU-n1-0")])
+    w.cluster.apply(model.JobSeen(live, 10), START_MS)
+    w.cluster.apply(model.JobSeen(waiting, 5), START_MS)
+    w.cluster.apply(model.JobGone("j", "queue"), START_MS)
+    assert list(w.snapshot().jobs) == ["j"]
+    w.cluster.apply(model.JobSeen(evolve(waiting, attempt=2), 20), START_MS)
+    w.cluster.apply(model.JobGone("j", "jobs"), START_MS)
+    assert list(w.snapshot().waiting_jobs) == ["j"]
+
+
+def test_done_records_are_kept_for_readers_only():
+    ended = job("j", state=JobState.FAILED)
+    for keep in (False, True):
+        cluster = Cluster(settings(), keep_done=keep)
+        cluster.apply(model.JobSeen(ended, 3), START_MS)
+        assert ("j" in cluster.snapshot(START_MS).done) is keep
+        cluster.apply(model.JobGone("j", "done"), START_MS)
+        snapshot = cluster.snapshot(START_MS)
+        assert (dict(snapshot.done), dict(snapshot.job_revisions)) == ({}, {})
+
+
+def test_events_about_what_is_not_there_are_harmless():
+    w = World()
+    w.see(
+        model.JobGone("x", "jobs"),
+        model.JobGone("x", "nowhere"),
+        model.TaskGone("x", 1, 0),
+        model.TenantGone("x"),
+        model.InventoryGone("x"),
+        model.ReportGone("x"),
+        model.AdminGone("x"),
+        model.GrantGone("x", "y", 1),
+        model.TaskSeen(task(running("x", "n", []))),
+    )
+    w.now = 10_000
+    assert w.snapshot().jobs == {}
+
+
+def state_of(snapshot: Snapshot) -> object:
+    return (
+        {name: (v.row, v.status, v.gpus, v.uses, dict(v.labels)) for name, v in snapshot.nodes.items()},
+        dict(snapshot.jobs),
+        {t: {key: tuple(jobs) for key, jobs in lines.items()} for t, lines in snapshot.lines.items()},
+        dict(snapshot.held),
+        dict(snapshot.usage),
+        dict(snapshot.tasks),
+        snapshot.restless,
+        snapshot.next_due_ms,
+    )
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_listing_gives_the_same_state_in_any_order(random: Random):
+    live = [running(f"r{n}", "n1", [piece(f"GPU-n1-{n}")], tenant="ab"[n % 2]) for n in range(4)]
+    events: list[model.Event] = [
+        model.TenantSeen(Tenant("a", 10)),
+        model.InventorySeen(node("n1")),
+        model.InventorySeen(node("n2", [gpu("n1", 7)])),
+        model.ReportSeen(report("n1", held={"old.1.0": ("GPU-n1-5",)})),
+        model.AdminSeen(NodeAdmin("n1", labels={"rack": "r"})),
+        model.GrantSeen("n1", "bad", 1, False),
+        model.RecordUnreadable("/serai/jobs/bad", "?"),
+        model.UsageSeen(UsageHour("a", START_MS - START_MS % HOUR_MS, START_MS, (5,) * 12, (5,) * 12)),
+        model.TaskSeen(task(live[0], state=TaskState.EXITED, exit_code=0)),
+        *(model.JobSeen(one, n + 1) for n, one in enumerate(live)),
+        *(model.JobSeen(job(f"w{n}", n % 3), n + 10) for n in range(6)),
+    ]
+    shuffled = list(events)
+    random.shuffle(shuffled)
+    states = []
+    for order in (events, shuffled):
+        cluster = Cluster(settings())
+        for event in order:
+            cluster.apply(event, START_MS + 60_000)
+        snapshot = cluster.snapshot(START_MS + 60_000)
+        check_snapshot(snapshot)
+        states.append(state_of(snapshot))
+    assert states[0] == states[1]
+
+
+def test_a_snapshot_does_not_change_after_it_was_taken():
+    w = World(node("n1", gpus=2))
+    w.submit(job("j"), running("r", "n1", [piece("GPU-n1-0")]))
+    snapshot = w.snapshot()
+    before = state_of(snapshot)
+    w.see(model.TaskSeen(task(w.live("r"))), model.JobGone("j", "queue"), model.TenantSeen(Tenant("z")))
+    w.end("r")
+    w.add(node("n2"))
+    w.snapshot()
+    assert state_of(snapshot) == before
+
+
+# --- use over time ---------------------------------------------------------------------------------------------------------
+
+
+def test_use_counts_from_the_allocation_to_the_confirmed_end():
+    w = World(node("n1"))
+    w.submit(job("j"))
+    w.snapshot()
+    w.now = 5
+    w.cycle()
+    w.now = 15
+    w.put(cancelled(w.live("j"), w.now_ms))  # another record of the same allocation is not charged twice
+    assert w.snapshot().usage == {"a": Use(10_000_000, 10_000 * 80 * GIB)}
+    w.settle()
+    w.now = 25
+    w.end("j", 143)
+    w.now = 100
+    assert w.snapshot().usage == {"a": Use(20_000_000, 20_000 * 80 * GIB)}
+
+
+def test_stored_hours_supply_the_past_and_live_jobs_count_only_after_it():
+    hour_ms = START_MS - START_MS % HOUR_MS
+    until_ms = hour_ms + BUCKET_MS
+    cluster = Cluster(settings())
+    live = running("r", "n1", [piece("GPU-n1-0")])
+    live = evolve(live, allocation=evolve(live.allocation, allocated_at_ms=hour_ms))
+    hour = UsageHour("a", hour_ms, until_ms, (123,) + (0,) * 11, (0,) * 12)
+    cluster.apply(model.JobSeen(live, 1), until_ms + 500)
+    cluster.apply(model.UsageSeen(hour), until_ms + 500)
+    assert cluster.snapshot(until_ms + 1000).usage["a"].compute == 123 + 1000 * 1000
+    cluster.apply(model.UsageSeen(evolve(hour, compute_milli_ms=(10**12,) * 12)), until_ms)
+    assert cluster.snapshot(until_ms + 1000).usage["a"].compute == 123 + 1000 * 1000, (
+        "watched hours are ignored"
+    )
+
+
+def test_usage_hours_are_those_that_changed():
+    w = World(node("n1"))
+    w.submit(job("j"))
+    w.snapshot()
+    w.cycle()
+    w.now = 60
+    [hour] = w.cluster.usage_hours(w.now_ms)
+    assert (hour.tenant, sum(hour.compute_milli_ms)) == ("a", 60_000_000)
+    w.end("j")
+    assert w.cluster.usage_hours(w.now_ms) == ()
+
+
+def test_next_due_is_the_next_moment_that_matters():
+    w = World(node("n1", gpus=1), max_wait_seconds=1000, launch_deadline_seconds=300, lost_seconds=600)
+    assert w.snapshot().next_due_ms is None
+    w.submit(job("j"), job("late", not_before_ms=START_MS + 5000))
+    assert w.snapshot().next_due_ms == START_MS + 5000
+    w.now = 5
+    assert w.snapshot().next_due_ms == START_MS + 1_000_000
+    w.cycle()
+    assert w.snapshot().next_due_ms == START_MS + 305_000
+    w.run("j")
+    w.now = 400
+    assert w.snapshot().next_due_ms == START_MS + 1_000_000, "what runs has no deadline"
+
+
+def test_a_committed_job_is_restless_only_when_something_must_be_done():
+    w = World(node("n1"))
+    w.submit(job("j"))
+    w.cycle()
+    w.run("j")
+    assert w.snapshot().restless == frozenset()
+    w.put(cancelled(w.live("j"), w.now_ms))
+    assert w.snapshot().restless == {"j"}
+
+
+def test_allocated_moves_the_record():
+    w = World(node("n1"))
+    w.submit(job("j"))
+    plan = w.plan()
+    record = allocated(plan.placements[0].job, plan.placements[0].allocation)
+    assert record.state is JobState.ALLOCATED
+    assert record.history[-1].state is JobState.ALLOCATED
+    assert record.reason.code is ReasonCode.PLACED

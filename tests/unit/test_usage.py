@@ -1,0 +1,121 @@
+"""The ledger against an integral that is summed up the slow way."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.model import UsageHour
+from coordinator.usage import BUCKET_MS, HOUR_MS, UsageLedger, Use
+
+WINDOW_MS = 24 * HOUR_MS
+
+
+def test_use_counts_from_its_start_to_its_end_and_leaves_the_window():
+    ledger = UsageLedger(10_000)
+    ledger.change("a", 1000, Use(500, 20))
+    assert ledger.window(1000) == {}
+    assert ledger.window(3000) == {"a": Use(1_000_000, 40_000)}
+    ledger.change("a", 5000, Use(-500, -20))
+    assert ledger.window(9000) == {"a": Use(2_000_000, 80_000)}
+    assert ledger.window(13_000) == {"a": Use(1_000_000, 40_000)}, "two of four seconds have left the window"
+    assert ledger.window(15_000) == {}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.integers(0, 900),
+            st.integers(0, 300),
+            st.integers(1, 2000),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 400),
+)
+def test_the_window_is_the_integral_summed_second_by_second(stays, window):
+    """Each stay is (tenant, start, length, compute, whether its end is told before its start)."""
+    ledger = UsageLedger(1000 * window)
+    changes = []
+    for tenant, start, length, compute, is_late in stays:
+        first, second = (start, compute), (start + length, -compute)
+        for at, rate in (second, first) if is_late else (first, second):
+            changes.append((tenant, at, rate))
+    for tenant, at, rate in changes:
+        ledger.change(tenant, 1000 * at, Use(rate, 0))
+    for now in (1200, 1300, 1500):
+        expected: dict[str, int] = {}
+        for tenant, start, length, compute, _ in stays:
+            overlap = min(start + length, now) - max(start, now - window)
+            if overlap > 0:
+                expected[tenant] = expected.get(tenant, 0) + 1000 * overlap * compute
+        assert {t: use.compute for t, use in ledger.window(1000 * now).items()} == expected
+
+
+def test_hours_hold_what_was_used_in_their_buckets():
+    ledger = UsageLedger(WINDOW_MS)
+    start_ms = 10 * HOUR_MS
+    ledger.change("a", start_ms + BUCKET_MS // 2, Use(1000, 10))
+    now_ms = start_ms + 3 * BUCKET_MS
+    [hour] = ledger.hours(now_ms)
+    half, whole = 1000 * BUCKET_MS // 2, 1000 * BUCKET_MS
+    assert hour.compute_milli_ms == (half, whole, whole) + (0,) * 9
+    assert hour.memory_mib_ms[:3] == (half // 100, whole // 100, whole // 100)
+    assert (hour.hour_ms, hour.until_ms) == (start_ms, now_ms)
+    assert ledger.hours(now_ms) == (), "nothing changed since"
+    [hour] = ledger.hours(now_ms + 1)
+    assert hour.compute_milli_ms[3] == 1000
+
+
+def test_a_use_across_the_hour_is_two_records():
+    ledger = UsageLedger(WINDOW_MS)
+    ledger.change("a", 11 * HOUR_MS - BUCKET_MS, Use(1000, 0))
+    hours = ledger.hours(11 * HOUR_MS + BUCKET_MS)
+    assert [(hour.hour_ms, sum(hour.compute_milli_ms)) for hour in hours] == [
+        (10 * HOUR_MS, 1000 * BUCKET_MS),
+        (11 * HOUR_MS, 1000 * BUCKET_MS),
+    ]
+    assert [hour.until_ms for hour in hours] == [11 * HOUR_MS, 11 * HOUR_MS + BUCKET_MS]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 6000), st.integers(1, 1999)), max_size=12))
+def test_a_new_leader_reads_the_past_back_exactly(stays):
+    """What one ledger wrote, another one reads: over the whole window they agree to the last millisecond."""
+    first = UsageLedger(WINDOW_MS)
+    base_ms = 100 * HOUR_MS
+    for start, length, compute in stays:
+        first.change("a", base_ms + 1000 * start, Use(compute, 3 * compute))
+        first.change("a", base_ms + 1000 * (start + length), Use(-compute, -3 * compute))
+    now_ms = base_ms + 4 * HOUR_MS
+    second = UsageLedger(WINDOW_MS)
+    for hour in first.hours(now_ms):
+        second.past(hour)
+    assert second.window(now_ms) == first.window(now_ms)
+    later_ms = base_ms + WINDOW_MS + 2 * BUCKET_MS
+    assert (
+        abs(second.window(later_ms).get("a", Use()).compute - first.window(later_ms).get("a", Use()).compute)
+        <= sum(c for _, _, c in stays) * BUCKET_MS
+    ), "inside a bucket the past is taken for even"
+    assert second.window(base_ms + 2 * WINDOW_MS) == {}
+
+
+def test_what_was_read_back_is_written_on():
+    ledger = UsageLedger(WINDOW_MS)
+    hour_ms = 50 * HOUR_MS
+    ledger.past(UsageHour("a", hour_ms, hour_ms + BUCKET_MS, (777,) + (0,) * 11, (5,) + (0,) * 11))
+    ledger.change("a", hour_ms + BUCKET_MS, Use(1000, 0))
+    [hour] = ledger.hours(hour_ms + 2 * BUCKET_MS)
+    assert hour.compute_milli_ms[:2] == (777, 1000 * BUCKET_MS)
+    assert hour.memory_mib_ms[0] == 5
+
+
+def test_hours_that_no_window_needs_are_forgotten():
+    ledger = UsageLedger(2 * HOUR_MS)
+    ledger.change("a", 10 * HOUR_MS, Use(1000, 0))
+    ledger.change("a", 11 * HOUR_MS, Use(-1000, 0))
+    assert len(ledger.hours(11 * HOUR_MS)) == 1
+    assert ledger.hours(20 * HOUR_MS) == ()
+    assert ledger.window(20 * HOUR_MS) == {}
