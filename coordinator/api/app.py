@@ -17,7 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from coordinator.api.answers import REVISION_HEADER
 from coordinator.api.auth import ADMIN, TokenBook
-from coordinator.api.context import API, CALLER, Api, LogSource, api_of
+from coordinator.api.context import API, CALLER, Api, Limits, LogSource, api_of
 from coordinator.api.events import EventHub
 from coordinator.api.metrics import Metrics
 from coordinator.api.openapi import document
@@ -33,7 +33,6 @@ from coordinator.store import Store, StoreError, StoreFull, StoreUncertain
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-REQUEST_SECONDS = 30.0
 
 
 def make_app(
@@ -45,15 +44,16 @@ def make_app(
     random: Random,
     version: str,
     *,
-    request_seconds: float = REQUEST_SECONDS,
+    limits: Limits | None = None,
 ) -> web.Application:
     """The HTTP API on a replica that the caller runs. Its own tasks live from the start of the application to its
     clean-up; streams that are still open then are ended."""
+    limits = limits or Limits()
     metrics = Metrics()
     routes = {(route.method, route.path): route for route in ROUTES}
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
-        middlewares=[_timing(metrics), _errors, _access(routes, request_seconds)],
+        middlewares=[_timing(metrics), _errors, _access(routes, limits.request_seconds)],
     )
     pump = SubmitPump(
         store,
@@ -81,9 +81,10 @@ def make_app(
         tokens=TokenBook(store),
         pump=pump,
         reasons=reasons,
-        hub=EventHub(store, replica),
+        hub=EventHub(store, replica, limits.kept_events),
         metrics=metrics,
         openapi=document(ROUTES, version),
+        limits=limits,
     )
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.handler, name=route.name)

@@ -43,6 +43,17 @@ class LogSource(Protocol):
 
 
 @frozen
+class Limits:
+    """What an instance of the API bounds. `kept_events` is how many of the newest events a stream can resume from
+    without asking the store."""
+
+    request_seconds: float = 30.0
+    comment_seconds: float = 15.0
+    streams: int = 512
+    kept_events: int = 20_000
+
+
+@frozen
 class Found:
     """A job as the replica shows it now."""
 
@@ -69,6 +80,7 @@ class Api:
     hub: EventHub
     metrics: Metrics
     openapi: bytes
+    limits: Limits
     streams: set[asyncio.Task[object]] = field(factory=set)
     _snapshot: Snapshot | None = None
     _nevers: tuple[Snapshot | None, dict[tuple[str, Shape], Reason | None]] = (None, {})

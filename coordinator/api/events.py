@@ -22,7 +22,6 @@ from coordinator.lifecycle import shown_state
 from coordinator.replica import Replica
 from coordinator.store import Change, Compacted, Store
 
-KEPT = 20_000
 _PAGE = 1_000
 
 
@@ -52,9 +51,10 @@ class _Entry:
 
 
 class EventHub:
-    """`start` and `close` bracket its listening."""
+    """`start` and `close` bracket its listening. At least the newest `kept` changes stay."""
 
-    def __init__(self, store: Store, replica: Replica) -> None:
+    def __init__(self, store: Store, replica: Replica, kept: int) -> None:
+        self._kept = kept
         self._store = store
         self._replica = replica
         self._entries: list[_Entry] = []
@@ -85,9 +85,9 @@ class EventHub:
             return  # a node that goes on reporting is no news
         newest = self._entries[-1].revision if self._entries else 0
         self._entries.append(_Entry(max(newest, change.item.mod_revision), change, event))
-        if len(self._entries) > 2 * KEPT:
-            self._floor = self._entries[KEPT - 1].revision
-            del self._entries[:KEPT]
+        if len(self._entries) > 2 * self._kept:
+            self._floor = self._entries[-self._kept - 1].revision
+            del self._entries[: -self._kept]
         self._wake()
 
     def _on_resync(self, revision: int) -> None:

@@ -12,17 +12,16 @@ from coordinator.api.problems import Fault, Problem, bad_parameter
 from coordinator.api.queries import known_only
 from coordinator.store import StoreError
 
-COMMENT_SECONDS = 15.0
-MAX_STREAMS = 512
 _RETRY = b"retry: 2000\n\n"
 
 
 async def follow_events(request: web.Request) -> web.StreamResponse:
     known_only(request, ())
     api = api_of(request)
-    if len(api.streams) >= MAX_STREAMS:
-        text = f"{MAX_STREAMS} streams are open here"
-        raise Problem(429, "too_many_streams", text, (Fault("streams", text, MAX_STREAMS, len(api.streams)),))
+    limit = api.limits.streams
+    if len(api.streams) >= limit:
+        text = f"{limit} streams are open here"
+        raise Problem(429, "too_many_streams", text, (Fault("streams", text, limit, len(api.streams)),))
     after = _last_event(request)
     if after is not None and after > api.revision:
         await api.catch_up()  # another instance, which told it, may be a little ahead
@@ -36,7 +35,7 @@ async def follow_events(request: web.Request) -> web.StreamResponse:
     api.streams.add(task)
     try:
         await response.write(_RETRY)
-        await _tell(subscription, response)
+        await _tell(subscription, response, api.limits.comment_seconds)
     except StoreError:
         pass  # the client comes back with the last event it has seen
     except ConnectionError:
@@ -46,10 +45,10 @@ async def follow_events(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _tell(subscription: Subscription, response: web.StreamResponse) -> None:
+async def _tell(subscription: Subscription, response: web.StreamResponse, comment_seconds: float) -> None:
     while True:
         try:
-            lines = await asyncio.wait_for(subscription.more(), COMMENT_SECONDS)
+            lines = await asyncio.wait_for(subscription.more(), comment_seconds)
         except TimeoutError:
             await response.write(b": still here\n\n")
         else:

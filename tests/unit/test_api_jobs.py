@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from coordinator import records
-from coordinator.api.context import API
+from coordinator.api.context import API, Limits
 from coordinator.model import Job, JobState, PastAttempt, TaskState, Tenant
 from coordinator.store import Delete, Put
 from jobspecs.spec import JobSpec, TaskSpec
@@ -131,8 +131,8 @@ class TestSubmit:
             headers={"Content-Type": "application/json"},
         )
         assert (huge["status"], huge["limit"]) == (413, 4 * 1024 * 1024)
-        wide = {**SPEC, "env": {f"K{n}": "x" * 4000 for n in range(100)}}
-        large = await a.refused("POST", "/v1/jobs", [wide, wide, wide])
+        wide = {**SPEC, "env": {f"K{n}": "x" * 4000 for n in range(15)}}
+        large = await a.refused("POST", "/v1/jobs", [wide] * 20)
         assert large["status"] == 413
 
     async def test_the_answer_is_durable_and_a_get_right_after_finds_it(self, world: World) -> None:
@@ -320,7 +320,7 @@ class TestTrouble:
         await world.close()
 
     async def test_a_slow_store_ends_in_503_and_the_rest_is_served_meanwhile(self, world: World) -> None:
-        _, a, _ = await world.callers(request_seconds=0.2)
+        _, a, _ = await world.callers(limits=Limits(request_seconds=0.2))
         await a.post("/v1/jobs", SPEC)
         world.store.gate.clear()
         slow = asyncio.create_task(a.call("POST", "/v1/jobs", {**SPEC, "name": "slow"}))
