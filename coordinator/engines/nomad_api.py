@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -238,7 +239,9 @@ class NomadApi:
             ),
         )
         try:
-            response = await asyncio.wait_for(work, limit + self.settings.connect_seconds)
+            # Not wait_for: before Python 3.12 it swallows a cancellation that meets the answer.
+            async with asyncio.timeout(limit + self.settings.connect_seconds):
+                response = await work
         except TimeoutError:
             raise NomadUnreachable(
                 f"no answer from Nomad at {self.settings.address} within {limit:.0f} s"
@@ -270,37 +273,40 @@ class NomadApi:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[frozenset[str] | None]:
+    async def events(self) -> AsyncGenerator[frozenset[str] | None, None]:
         """The ids of jobs to which something happened, none in a heartbeat; the first item is None and tells that the
         stream stands. A hint: events may be lost, repeated or old. Ends when the stream does."""
         params = [("topic", "Allocation"), ("topic", "Evaluation"), ("namespace", self.settings.namespace)]
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self.settings.connect_seconds, sock_read=self.settings.quiet_seconds
         )
-        async for chunk in self._lines("/v1/event/stream", params, timeout):
-            try:
-                yield msgspec.json.decode(chunk, type=StreamLine).job_ids if chunk else None
-            except msgspec.MsgspecError as error:
-                raise NomadUnreachable(f"the event stream is broken: {error}") from error
+        async with aclosing(self._lines("/v1/event/stream", params, timeout)) as lines:
+            async for line in lines:
+                try:
+                    jobs = msgspec.json.decode(line, type=StreamLine).job_ids if line else None
+                except msgspec.MsgspecError as error:
+                    raise NomadUnreachable(f"the event stream is broken: {error}") from error
+                yield jobs
 
     async def _lines(
         self, path: str, params: Sequence[tuple[str, str]], timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """An empty line when the answer has begun, then each line. (A line may be longer than aiohttp reads.)"""
         rest = b""
         first = True
-        async for chunk in self.stream(path, params, timeout):
-            if first:
-                yield b""
-                first = False
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if line.strip():
-                    yield line
+        async with aclosing(self.stream(path, params, timeout)) as chunks:
+            async for chunk in chunks:
+                if first:
+                    yield b""
+                    first = False
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        yield line
 
     async def stream(
         self, path: str, params: Sequence[tuple[str, str]], timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """The body of a GET as it comes; an empty chunk first, when the answer has begun."""
         query = [*params, ("region", self.settings.region)]
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 import aiohttp
 
@@ -53,7 +54,7 @@ async def _followed(
 ) -> AsyncIterator[bytes]:
     """Nomad goes on following a task that has ended, so its end is watched for here."""
     chunks = _chunks(api, path, params)
-    pending: asyncio.Task[bytes] | None = None
+    pending: asyncio.Future[bytes] | None = None
     ended = False
     try:
         while True:
@@ -75,14 +76,16 @@ async def _followed(
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
+        await chunks.aclose()
 
 
-async def _chunks(api: NomadApi, path: str, params: list[tuple[str, str]]) -> AsyncIterator[bytes]:
+async def _chunks(api: NomadApi, path: str, params: list[tuple[str, str]]) -> AsyncGenerator[bytes, None]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=api.settings.connect_seconds)
     try:
-        async for chunk in api.stream(path, params, timeout):
-            if chunk:
-                yield chunk
+        async with aclosing(api.stream(path, params, timeout)) as body:
+            async for chunk in body:
+                if chunk:
+                    yield chunk
     except NomadError as error:
         if (
             error.status == 404

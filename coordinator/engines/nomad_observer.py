@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from attrs import evolve, frozen
@@ -88,7 +89,8 @@ class Wishes:
     async def wait(self, seconds: float) -> bool:
         """True when there is something to do, False when the time is over."""
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
         except TimeoutError:
             return False
         return True
@@ -178,13 +180,14 @@ class NomadObserver:
         index, back_off_seconds = 0, 0.0
         while True:
             try:
-                async for jobs in self._api.events():
-                    if jobs is None:
-                        back_off_seconds = 0.0
-                        self._list_again()
-                    for job in jobs or ():
-                        if parse_nomad_job_id(job) is not None:
-                            self._wishes.hint(job)
+                async with aclosing(self._api.events()) as events:
+                    async for jobs in events:
+                        if jobs is None:
+                            back_off_seconds = 0.0
+                            self._list_again()
+                        for job in jobs or ():
+                            if parse_nomad_job_id(job) is not None:
+                                self._wishes.hint(job)
                 reason = "it ended"
             except EngineUnavailable as error:
                 reason = str(error)
