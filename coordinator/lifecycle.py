@@ -24,12 +24,13 @@ from collections.abc import Iterable, Mapping
 from attrs import evolve, frozen
 
 from coordinator.endings import Ending, ending, is_bad_end, ran_ms
-from coordinator.model import Allocation, Happening, Job, JobState, Task, TaskState
+from coordinator.model import Allocation, Happening, Job, JobState, PastAttempt, Task, TaskState
 from coordinator.nodes import NodeStatus
 from coordinator.snapshot import ClusterSettings, Snapshot
 from vgpu.reasons import Reason, ReasonCode
 
 S = JobState
+PAST_ATTEMPTS = 3
 
 EDGES: Mapping[JobState, Mapping[JobState, str]] = {
     S.PENDING: {
@@ -259,10 +260,10 @@ def _unconfirmed(job: Job, snapshot: Snapshot) -> Transition | None:
 def _ended(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapshot) -> Transition:
     end = ending(job, tasks, lost, _stop_asked_ms(job), snapshot.settings)
     ran = job.ran_ms + ran_ms(job, tasks, snapshot.now_ms)
-    happened = job
+    happened = evolve(job, past=_past(job, tasks))
     if lost and job.state not in (S.CANCELLING, S.LOST):
         happened = _moved(
-            job, S.LOST, snapshot.now_ms, Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
+            happened, S.LOST, snapshot.now_ms, Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
         )
     if end.state is S.PENDING:
         return Transition(job, _queued_again(happened, end, ran, snapshot))
@@ -285,6 +286,13 @@ def _ended(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapsh
         failures=job.failures + end.used_retry,
     )
     return Transition(job, after)
+
+
+def _past(job: Job, tasks: Mapping[int, Task]) -> tuple[PastAttempt, ...]:
+    """What users may still ask about ended attempts; the newest few, so that retries do not grow the record."""
+    assert job.allocation is not None
+    ended = PastAttempt(job.allocation, tuple(task for _, task in sorted(tasks.items())))
+    return (*job.past, ended)[-PAST_ATTEMPTS:]
 
 
 def _queued_again(job: Job, end: Ending, ran: int, snapshot: Snapshot) -> Job:

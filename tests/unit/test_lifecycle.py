@@ -381,3 +381,13 @@ def test_an_eviction_waits_again_without_using_a_retry():
     assert stop.after.stop == Reason(ReasonCode.EVICTED)
     after = ends(w, w.live("j"), {"exit_code": 143})
     assert (after.state, after.attempt, after.failures) == (S.PENDING, 2, 0)
+
+
+def test_ended_attempts_are_remembered_and_only_the_newest():
+    w = world(running("j", "n1", [piece("GPU-n1-0")], retries=10))
+    for _ in range(5):
+        after = ends(w, w.live("j"), {"exit_code": 1})
+        w.now += 600
+        w.cycle()
+    assert [past.allocation.attempt for past in after.past] == [3, 4, 5]
+    assert [past.tasks[0].exit_code for past in after.past] == [1, 1, 1]
