@@ -103,8 +103,10 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     api.hub.close()
     await api.pump.close()
     await api.reasons.close()
-    tokens.cancel()
-    await asyncio.gather(tokens, return_exceptions=True)
+    left = (tokens, *api.unfinished)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _end_streams(app: web.Application) -> None:

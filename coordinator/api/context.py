@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from attrs import define, field, frozen
@@ -29,6 +29,7 @@ from jobspecs.spec import JobSpec
 from vgpu.inventory import NodeInventory
 from vgpu.reasons import Reason
 
+T = TypeVar("T")
 CATCH_UP_SECONDS = 2.0
 # Nodes are silent or lost by the time that passes, so a snapshot ages even where nothing was written.
 _SNAPSHOT_MS = 1000
@@ -82,6 +83,7 @@ class Api:
     openapi: bytes
     limits: Limits
     streams: set[asyncio.Task[object]] = field(factory=set)
+    unfinished: set[asyncio.Task[Any]] = field(factory=set)
     _snapshot: Snapshot | None = None
     _nevers: tuple[Snapshot | None, dict[tuple[str, Shape], Reason | None]] = (None, {})
 
@@ -154,6 +156,13 @@ class Api:
         if found is None or not caller.owns(found.job):
             raise not_found("job", id)
         return found
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` to its end, whatever becomes of the request; until the application closes."""
+        task = asyncio.create_task(work)
+        self.unfinished.add(task)
+        task.add_done_callback(self.unfinished.discard)
+        return await asyncio.shield(task)
 
     async def catch_up(self) -> None:
         """Waits until the replica has seen what the store holds now. Raises a `StoreError` where it cannot be asked."""

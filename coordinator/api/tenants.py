@@ -106,8 +106,13 @@ async def change(api: Api, name: str, body: dict[str, object]) -> int:
 
 
 async def delete_tenant(request: web.Request) -> web.Response:
+    """Goes to its end even if the client goes away, so that no tenant stays closed half-way."""
+    api = api_of(request)
+    return await api.to_the_end(_delete(api, request.match_info["tenant"]))
+
+
+async def _delete(api: Api, name: str) -> web.Response:
     """First the tenant is closed to new jobs, so that none can slip in while it is looked for jobs."""
-    api, name = api_of(request), request.match_info["tenant"]
     tenant, item = await _read(api, name)
     closed = evolve(tenant, closing=True)
     result = await api.store.txn(

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from coordinator import records
+from coordinator.api.context import Limits
 from coordinator.api.routes import ANYONE, ROUTES
 from coordinator.model import Job, JobState, Tenant
 from coordinator.store import Delete, Put
@@ -202,6 +203,18 @@ class TestTenants:
             assert is_there or not jobs
             outcomes.add((submit[0] == 201, delete[0] == 204))
         assert {(True, False), (False, True)} <= outcomes, "both outcomes came up"
+
+    async def test_a_delete_whose_client_goes_away_goes_to_its_end(self, world: World) -> None:
+        admin, _, _ = await world.callers(limits=Limits(request_seconds=0.05))
+        await admin.post("/v1/tenants", {"name": "new"})
+        await admin.get("/v1/whoami")
+        world.store.gate.clear()
+        problem = await admin.refused("DELETE", "/v1/tenants/new")
+        assert (problem["status"], problem["code"]) == (503, "timeout")
+        world.store.gate.set()
+        async with asyncio.timeout(5):
+            while await world.memory.get(records.tenant_key("new")) is not None:
+                await asyncio.sleep(0)
 
     async def test_a_tenant_sees_itself_alone(self, world: World) -> None:
         """AP-7"""
