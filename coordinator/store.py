@@ -320,6 +320,8 @@ class MemoryStore:
         expiries = [expires for _, expires in self._leases.values()]
         timeout = max(0.0, min(expiries) - self._now()) if expiries else None
         try:
-            await asyncio.wait_for(wakeup.wait(), timeout)
+            # Not asyncio.wait_for: that of Python 3.11 loses a cancellation which comes together with the wakeup.
+            async with asyncio.timeout(timeout):
+                await wakeup.wait()
         except TimeoutError:
             return  # a lease is due: the caller's next look drops its keys

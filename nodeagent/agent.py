@@ -251,8 +251,7 @@ class Agent:
 
     async def _reconcile_on_change(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+            await _wait(self._wake, TICK_SECONDS)
             await asyncio.sleep(DEBOUNCE_SECONDS)
             self._wake.clear()
             try:
@@ -280,9 +279,8 @@ class Agent:
                 except StoreUnavailable as error:
                     log.warning("the report was not written: %s", error)
                     wait_seconds = RETRY_SECONDS
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._report_now.wait(), wait_seconds)
-                await asyncio.sleep(DEBOUNCE_SECONDS)
+            await _wait(self._report_now, wait_seconds)
+            await asyncio.sleep(DEBOUNCE_SECONDS)
             self._report_now.clear()
 
     async def _report(self) -> None:
@@ -346,3 +344,10 @@ class Agent:
                 simulated=self._simulated,
             )
         )
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """`asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with the event."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -141,7 +141,9 @@ class GpuReader:
         # A daemon thread and not the loop's executor: a call that never returns must not keep the agent from exiting.
         threading.Thread(target=self._run, args=(loop, call, answer), name=f"gpu-{what}", daemon=True).start()
         try:
-            return await asyncio.wait_for(answer, self._limit_seconds)
+            # Not asyncio.wait_for: that of Python 3.11 loses a cancellation which comes together with the answer.
+            async with asyncio.timeout(self._limit_seconds):
+                return await answer
         except TimeoutError:
             limit = f"{self._limit_seconds:g} s"
             raise GpusNotReady(

@@ -1,4 +1,5 @@
-"""The processes of this machine as /proc shows them (proc(5)); Linux only."""
+"""The processes of this machine as /proc shows them (proc(5)), and the mark by which those of a task are known among
+them. Linux only."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attrs import frozen
+
+from nodeagent.runner import TaskKey
+
+MARK = "SERAI_PROCESS_OF"
 
 
 @frozen
@@ -27,9 +32,9 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
-def all_processes() -> Iterator[Process]:
+def live_processes() -> Iterator[Process]:
     for name in os.listdir("/proc"):
-        if name.isdigit() and (process := process_of(int(name))) is not None:
+        if name.isdigit() and (process := process_of(int(name))) is not None and not process.is_zombie:
             yield process
 
 
@@ -49,6 +54,24 @@ def parse_stat(text: str) -> tuple[int, int, int]:
     if len(fields) < 20:
         raise ValueError("not a /proc/<pid>/stat")
     return pid, int(fields[3]), int(fields[19])
+
+
+def mark_of(state_folder: Path, key: TaskKey | str) -> str:
+    """The value of the MARK in the environment of a task's processes. By folder, so that two agents on one machine never
+    take each other's processes for their own."""
+    return f"{state_folder.resolve()}:{key}"
+
+
+def marked_key(state_folder: Path, pid: int) -> TaskKey | None:
+    """The task of this state folder that a process belongs to: every child has the mark, unless it cleared it."""
+    prefix = f"{MARK}={mark_of(state_folder, '')}".encode()
+    for entry in environment_of(pid):
+        if entry.startswith(prefix):
+            try:
+                return TaskKey.parse(entry[len(prefix) :].decode())
+            except ValueError:
+                return None
+    return None
 
 
 def environment_of(pid: int) -> frozenset[bytes]:

@@ -32,10 +32,12 @@ from attrs import frozen
 from jobspecs.container import LABEL_CLUSTER, ContainerSettings, Grant
 from nodeagent.process_output import drop_beginning, read_output
 from nodeagent.process_table import (
+    MARK,
     Process,
-    all_processes,
     boot_id,
-    environment_of,
+    live_processes,
+    mark_of,
+    marked_key,
     parse_stat,
     process_of,
     send,
@@ -56,7 +58,6 @@ from nodeagent.runner import (
 )
 from vgpu.reasons import ReasonCode
 
-MARK = "SERAI_PROCESS_OF"
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 1.0
 STREAMS = ("stdout", "stderr")
@@ -117,7 +118,7 @@ class ProcessRunner:
         folder = self._path(key)
         if self._observe(folder) is not None or key in self._marked_keys():
             return
-        environment = {"PATH": DEFAULT_PATH, **container.env, MARK: self._mark(key)}
+        environment = {"PATH": DEFAULT_PATH, **container.env, MARK: mark_of(self._folder, key)}
         program = _find_program(container, environment["PATH"])
         shutil.rmtree(folder, ignore_errors=True)  # an earlier launch was cut off before its shell started
         (folder / "work").mkdir(parents=True)
@@ -159,7 +160,8 @@ class ProcessRunner:
             while True:
                 self._watch_shells(loop, watched)
                 try:
-                    await asyncio.wait_for(self._changed.wait(), WATCH_SECONDS)
+                    async with asyncio.timeout(WATCH_SECONDS):
+                        await self._changed.wait()
                 except TimeoutError:
                     self._bound_output()
                     continue
@@ -186,7 +188,7 @@ class ProcessRunner:
 
     def attempt_of(self, pid: int) -> str:
         """By the environment the process was started with; every child has it, unless it cleared it on purpose."""
-        return str(key) if (key := self._marked_key(pid)) is not None else ""
+        return str(key) if (key := marked_key(self._folder, pid)) is not None else ""
 
     async def probe(self) -> RunnerFacts:
         return RunnerFacts(
@@ -204,9 +206,6 @@ class ProcessRunner:
     def _folders(self) -> tuple[Path, ...]:
         self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have wiped it (RR-5)
         return tuple(self._folder.iterdir())
-
-    def _mark(self, key: TaskKey) -> str:
-        return f"{self._cluster}/{self._node}/{key}"
 
     def _observe(self, folder: Path) -> ObservedTask | None:
         """None for what is no task, and for a launch that never got as far as its shell."""
@@ -307,9 +306,11 @@ class ProcessRunner:
     def _processes_of(self, key: TaskKey, shell: Process | None) -> tuple[Process, ...]:
         return tuple(
             process
-            for process in all_processes()
-            if not process.is_zombie
-            and ((shell is not None and process.session == shell.pid) or self._marked_key(process.pid) == key)
+            for process in live_processes()
+            if (
+                (shell is not None and process.session == shell.pid)
+                or marked_key(self._folder, process.pid) == key
+            )
         )
 
     def _kill_leftovers(self, key: TaskKey) -> None:
@@ -321,23 +322,8 @@ class ProcessRunner:
             self._tidied.add(key)
 
     def _marked_keys(self) -> set[TaskKey]:
-        keys = (self._marked_key(process.pid) for process in all_processes() if not process.is_zombie)
+        keys = (marked_key(self._folder, process.pid) for process in live_processes())
         return {key for key in keys if key is not None}
-
-    def _marked_key(self, pid: int) -> TaskKey | None:
-        prefix = f"{MARK}={self._cluster}/{self._node}/".encode()
-        try:
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            return next(
-                (
-                    TaskKey.parse(entry[len(prefix) :].decode())
-                    for entry in entries
-                    if entry.startswith(prefix)
-                ),
-                None,
-            )
-        except (OSError, ValueError):
-            return None
 
     def _reap(self) -> None:
         for pid in tuple(self._children):
@@ -390,38 +376,30 @@ def stop_all(state_folder: Path, grace_seconds: float = 2.0) -> None:
     """Ends every task that any agent started with this state folder, and forgets them; for the end of a trial."""
     for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, float(KILL_CONFIRM_SECONDS))):
         deadline = time.monotonic() + seconds
-        left = tuple(_sessions(state_folder))
+        left = tuple(_left_in(state_folder))
         for process in left:
             send(process.pid, number)
         while left and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            left = tuple(_sessions(state_folder))
+            left = tuple(_left_in(state_folder))
         if not left:
             break
     shutil.rmtree(state_folder, ignore_errors=True)
 
 
-def _sessions(state_folder: Path) -> Iterator[Process]:
-    """All processes in the sessions of the tasks of a state folder, and those that carry its tasks' mark."""
-    marks, sessions = set(), {}
-    for folder in state_folder.glob("*.*.*"):
+def _left_in(state_folder: Path) -> Iterator[Process]:
+    """All processes in the sessions of the tasks of a state folder, and those that carry its mark."""
+    shells: dict[int, int] = {}
+    for record in state_folder.glob("*/shell"):
         try:
-            settings = msgspec.json.decode((folder / "task.json").read_bytes(), type=_Settings)
-            marks.add(
-                f"{MARK}={settings.labels[LABEL_CLUSTER]}/{settings.labels[LABEL_NODE]}/{folder.name}".encode()
-            )
-            pid, _, start_ticks = parse_stat((folder / "shell").read_text())
-            sessions[pid] = start_ticks
-        except (OSError, ValueError, KeyError):
+            pid, _, start_ticks = parse_stat(record.read_text())
+        except (OSError, ValueError):
             continue
-    for process in all_processes():
-        if process.is_zombie:
-            continue
+        shells[pid] = start_ticks
+    for process in live_processes():
         leader = process_of(process.session)
-        if leader is not None and sessions.get(leader.pid) == leader.start_ticks:
-            yield process
-            continue
-        if marks & environment_of(process.pid):
+        is_in_session = leader is not None and shells.get(leader.pid) == leader.start_ticks
+        if is_in_session or marked_key(state_folder, process.pid) is not None:
             yield process
 
 
