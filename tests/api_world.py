@@ -10,13 +10,14 @@ import io
 import json
 from collections.abc import AsyncIterator, Mapping
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from aiohttp.test_utils import TestClient, TestServer
 from attrs import define, evolve, field
 
 from coordinator import records
 from coordinator.api.app import make_app
+from coordinator.client.events import Event, parse
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.engines import EngineUnavailable, LogsExpired
@@ -35,7 +36,7 @@ from jobspecs.spec import JobSpec, TaskSpec
 from tests.fakes import FakeClock, FlakyStore
 from vgpu.inventory import Gpu, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
-from vgpu.slices import Slice, SliceRequest
+from vgpu.slices import Slice
 
 GIB = 1024
 CARD_MIB = 80 * GIB
@@ -108,6 +109,34 @@ class Caller:
         return answer
 
 
+class Stream:
+    """An open stream of one caller; `next` waits for the next event."""
+
+    def __init__(self, caller: Caller, last_event_id: str = "") -> None:
+        self._caller = caller
+        self._last_event_id = last_event_id
+
+    async def __aenter__(self) -> Stream:
+        headers = {"Authorization": f"Bearer {self._caller.token}"}
+        if self._last_event_id:
+            headers["Last-Event-ID"] = self._last_event_id
+        self.answer = await self._caller.client.get("/v1/events", headers=headers)
+        assert self.answer.status == 200
+        assert self.answer.content_type == "text/event-stream"
+        await self.answer.content.readline()  # the retry line says that the stream has begun
+        self._events = parse(self.answer.content)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.answer.close()
+
+    async def next(self) -> Event:
+        return await asyncio.wait_for(anext(self._events), 5)
+
+    async def take(self, count: int) -> list[Event]:
+        return [await self.next() for _ in range(count)]
+
+
 @define
 class World:
     clock: FakeClock
@@ -121,8 +150,9 @@ class World:
     _before: set[asyncio.Task[Any]] = field(factory=asyncio.all_tasks)
 
     @classmethod
-    async def make(cls, **settings: Any) -> World:
-        memory = MemoryStore(asyncio.get_running_loop().time)
+    async def make(cls, real_store: Store | None = None, **settings: Any) -> World:
+        """On a memory store; or on `real_store`, which the caller closes (then `memory` is that one)."""
+        memory = cast(MemoryStore, real_store) or MemoryStore(asyncio.get_running_loop().time)
         world = cls(FakeClock(), memory, FlakyStore(memory), evolve(Settings(), **settings))
         for token, record in (
             ("admin-token", records.Token("admin", label="root")),
@@ -239,6 +269,8 @@ class World:
             - self._before
             - {asyncio.current_task()}
         )
+        if left:  # a client library may need some turns to end its calls
+            _, left = await asyncio.wait(left, timeout=5)
         assert not left, left
 
 
@@ -252,6 +284,6 @@ __all__ = [
     "EngineUnavailable",
     "FakeLogs",
     "LogsExpired",
-    "SliceRequest",
+    "Stream",
     "World",
 ]

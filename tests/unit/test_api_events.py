@@ -12,10 +12,10 @@ from attrs import evolve
 
 from coordinator import records
 from coordinator.api.context import Limits
-from coordinator.client.events import Event, parse
+from coordinator.client.events import Event
 from coordinator.model import JobState, PastAttempt, TaskState, Tenant
 from coordinator.store import Delete, Put
-from tests.api_world import GIB, SPEC, Caller, EngineUnavailable, LogsExpired, World
+from tests.api_world import GIB, SPEC, Caller, EngineUnavailable, LogsExpired, Stream, World
 
 
 @pytest.fixture
@@ -24,34 +24,6 @@ async def world() -> AsyncIterator[World]:
     await world.put_node()
     yield world
     await world.close()
-
-
-class Stream:
-    """An open stream of one caller; `next` waits for the next event."""
-
-    def __init__(self, caller: Caller, last_event_id: str = "") -> None:
-        self._caller = caller
-        self._last_event_id = last_event_id
-
-    async def __aenter__(self) -> Stream:
-        headers = {"Authorization": f"Bearer {self._caller.token}"}
-        if self._last_event_id:
-            headers["Last-Event-ID"] = self._last_event_id
-        self.answer = await self._caller.client.get("/v1/events", headers=headers)
-        assert self.answer.status == 200
-        assert self.answer.content_type == "text/event-stream"
-        await self.answer.content.readline()  # the retry line says that the stream has begun
-        self._events = parse(self.answer.content)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.answer.close()
-
-    async def next(self) -> Event:
-        return await asyncio.wait_for(anext(self._events), 5)
-
-    async def take(self, count: int) -> list[Event]:
-        return [await self.next() for _ in range(count)]
 
 
 def told(events: list[Event]) -> list[tuple[str, Any]]:
