@@ -18,6 +18,7 @@ from aiohttp.typedefs import Middleware
 from coordinator.api.answers import REVISION_HEADER
 from coordinator.api.auth import ADMIN, TokenBook
 from coordinator.api.context import API, CALLER, Api, Limits, LogSource, api_of
+from coordinator.api.dashboard import load_page
 from coordinator.api.events import EventHub
 from coordinator.api.metrics import Metrics
 from coordinator.api.openapi import document
@@ -88,6 +89,7 @@ def make_app(
     )
     for route in ROUTES:
         app.router.add_route(route.method, route.path, route.handler, name=route.name)
+    app.router.add_get("/", load_page().get, name="dashboard")
     app.cleanup_ctx.append(_running)
     app.on_response_prepare.append(_say_revision)
     app.on_shutdown.append(_end_streams)

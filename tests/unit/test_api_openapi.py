@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -137,3 +140,20 @@ async def test_every_answer_has_the_form_that_the_document_says(world: World) ->
     for path in ("/healthz", "/readyz", "/metrics", "/openapi.json"):
         await check.call(Caller(a.client), "GET", path, path)
     assert check.checked == {route.name for route in ROUTES} - {"followEvents"}, "that one has its own tests"
+
+
+async def test_the_page_may_run_what_stands_in_it_and_loads_nothing_else(world: World) -> None:
+    client = await world.instance()
+    status, page, headers = await Caller(client).call("GET", "/")
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = headers["Content-Security-Policy"]
+    for kind in ("script", "style"):
+        sources = re.findall(f"<{kind}[^>]*>(.*?)</{kind}>", page, re.DOTALL)
+        assert len(sources) == 1
+        digest = base64.b64encode(hashlib.sha256(sources[0].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"(src|href)=|https?://|innerHTML|eval\(|\son\w+=|style=", page)
+    paths = set(re.findall(r'"(/v1/\w+)', page))
+    assert paths <= {route.path for route in ROUTES}
+    assert len(paths) == 5
