@@ -56,8 +56,8 @@ async def submit_jobs(request: web.Request) -> web.Response:
         raise Problem(400, "bad_parameter", text, (Fault(IDEMPOTENCY_HEADER, text, _MAX_KEY, len(key)),))
     wish = _read(await request.text(), request.content_type, caller, _list_limit(api))
     # A retry gets the answer of the first time, even if the cluster would refuse the job by now.
-    replayed = await _replayed(api, wish, key) if key else None
-    if replayed is None:
+    is_replay = bool(key) and await _replayed(api, wish, key)
+    if not is_replay:
         await _refuse_impossible(api, wish)
     receipt, jobs = await _submit(api, wish, key)
     revision = receipt.revision
