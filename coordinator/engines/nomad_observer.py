@@ -118,6 +118,19 @@ class Wishes:
         self.stopping.discard(attempt)
 
 
+@frozen
+class _Before:
+    """What was known of an attempt before Nomad was asked for it: a launch may come in between. `tried`: a register
+    was sent; `registered`: and answered."""
+
+    id: str
+    attempt: Attempt
+    nodes: Mapping[int, str]
+    records: Mapping[int, Task]
+    tried: bool
+    registered: bool
+
+
 def nomad_id_of(job: Job) -> str:
     return nomad_job_id(job.tenant, job.spec.name, job.id, job.attempt)
 
@@ -269,9 +282,11 @@ class NomadObserver:
             await self._look(id)
 
     async def _look(self, id: str) -> None:
+        before = self._before(id)
         job = await self._api.job(id)
         if job is None:
-            await self._gone(id)
+            if before is not None:
+                await self._gone(id, before)
             return
         if job.attempt is None:
             return
@@ -333,43 +348,53 @@ class NomadObserver:
 
     # --- what Nomad does not know -----------------------------------------------------------------------------------
 
-    async def _gone(self, id: str) -> None:
+    def _before(self, id: str) -> _Before | None:
+        """None for a job that is not live: nobody asks for it."""
+        parsed = parse_nomad_job_id(id)
+        job = self._wishes.job(parsed[1:]) if parsed is not None else None
+        if parsed is None or job is None or job.allocation is None:
+            return None
+        attempt = parsed[1:]
+        return _Before(
+            id,
+            attempt,
+            {placed.task: placed.node for placed in job.allocation.tasks},
+            dict(self._wishes.tasks(attempt)),
+            attempt in self._wishes.launched,
+            attempt in self._wishes.registered,
+        )
+
+    async def _gone(self, id: str, before: _Before) -> None:
         """A job that Nomad does not have: not launched yet, stopped before it was launched, or forgotten by Nomad
         (purged, collected). Serai's own record decides which (EX-8); an end that was recorded stays."""
-        parsed = parse_nomad_job_id(id)
-        attempt = parsed[1:] if parsed is not None else None
-        job = self._wishes.job(attempt) if attempt is not None else None
-        if attempt is None or job is None or job.allocation is None:
-            return
-        nodes = {placed.task: placed.node for placed in job.allocation.tasks}
         allocations = await self._api.job_allocations(id)
-        if allocations:
-            for task in observed(AttemptSeen(*attempt, nodes, True, {}), allocations):
+        if not allocations:
+            for number, node in before.nodes.items():
+                await self._tell_missing(before, Task(*before.attempt, number, node, TaskState.PREPARED))
+        elif await self._api.job(id) is not None:
+            self._wishes.hint(id)  # launched in between
+        else:
+            for task in observed(AttemptSeen(*before.attempt, before.nodes, True, {}), allocations):
                 await self._tell(task)
                 if not task.released:
                     self._wishes.hint_later(id, self._api.settings.poll_seconds)
-            return
-        records = self._wishes.tasks(attempt)
-        for number, node in nodes.items():
-            await self._tell_missing(id, attempt, number, node, records.get(number))
 
-    async def _tell_missing(
-        self, id: str, attempt: Attempt, number: int, node: str, record: Task | None
-    ) -> None:
-        if record is not None and record.state is TaskState.EXITED and record.released:
+    async def _tell_missing(self, before: _Before, never: Task) -> None:
+        task = before.records.get(never.task, never)
+        if task.state is TaskState.EXITED and task.released:
             return
-        task = record or Task(*attempt, number, node, TaskState.PREPARED)
-        ran = task.state is not TaskState.PREPARED or attempt in self._wishes.registered
-        if not ran:
-            if self._wishes.is_to_stop(attempt):
+        if task.state is TaskState.PREPARED and not before.registered:
+            stop = self._wishes.is_to_stop(before.attempt)
+            # A register without an answer may still be carried out for a while.
+            if stop and (not before.tried or await self._is_surely_gone(before.id, task.node)):
                 ended = evolve(task, state=TaskState.EXITED, released=True, ended_at_ms=self._clock_ms())
                 await self._tell(self._sent.get(ended.attempt_key) or ended)
             return
-        released = await self._is_surely_gone(id, node)
+        released = await self._is_surely_gone(before.id, task.node)
         if task.state is not TaskState.EXITED:
             detail = "Nomad does not know this job any more"
             task = evolve(task, state=TaskState.EXITED, fault=ReasonCode.NODE_LOST.value, detail=detail)
-            task = evolve(task, ended_at_ms=self._missing_since_ms[id])
+            task = evolve(task, ended_at_ms=self._missing_since_ms[before.id])
         await self._tell(evolve(task, released=released))
 
     async def _is_surely_gone(self, id: str, node: str) -> bool:

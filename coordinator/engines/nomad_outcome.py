@@ -34,7 +34,7 @@ _NO_SUCH_IMAGE = re.compile(
     re.IGNORECASE,
 )
 _PASSING = re.compile(
-    r"\b50[0234]\b|bad gateway|timeout|timed out|no such host|connection refused|toomanyrequests",
+    r"\b50[234]\b|bad gateway|timeout|timed out|no such host|connection refused|toomanyrequests",
     re.IGNORECASE,
 )
 _FAILURES = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download")

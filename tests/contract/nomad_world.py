@@ -230,10 +230,10 @@ class World:
 
     async def listed(self, times: int = 1) -> None:
         """Until the observer has read its lists so many times more."""
-        before = self._lists()
-        await self.until(lambda: self._lists() >= before + times)
+        before = self.lists()
+        await self.until(lambda: self.lists() >= before + times)
 
-    def _lists(self) -> int:
+    def lists(self) -> int:
         return sum(method == "GET" and path.startswith("/v1/jobs") for method, path in self.web.requests)
 
 
