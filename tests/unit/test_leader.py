@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -76,10 +76,11 @@ class Link:
         return await self.store.txn(compares, writes)
 
     async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        if self.reads_are_frozen:
-            await asyncio.Event().wait()
-        async for batch in self.store.watch(prefix, after_revision):
-            yield batch
+        async with aclosing(self.store.watch(prefix, after_revision)) as batches:
+            async for batch in batches:
+                if self.reads_are_frozen:
+                    await asyncio.Event().wait()
+                yield batch
 
     async def grant_lease(self, ttl_seconds: int) -> int:
         self._reach()
