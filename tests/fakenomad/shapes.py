@@ -139,9 +139,23 @@ def full_allocation(stub: Body) -> Body:
     return {key: value for key, value in shown.items() if value != "" and value is not None} | {"Job": {}}
 
 
-def event_allocation(stub: Body) -> Body:
-    """What the event stream carries: the allocation without its job."""
-    return {key: value for key, value in full_allocation(stub).items() if key != "Job"}
+def event_object(topic: str, body: Body) -> Body:
+    """What the event stream carries: objects and not stubs, an allocation without its job."""
+    if topic == "Allocation":
+        return {key: value for key, value in full_allocation(body).items() if key != "Job"}
+    if topic == "Node":
+        event = {
+            "CreateIndex": 0,
+            "Details": None,
+            "Message": "Node registered",
+            "Subsystem": "Cluster",
+            "Timestamp": "",
+        }
+        return {key: value for key, value in body.items() if key not in ("Address", "Version")} | {
+            "Events": [event],
+            "Meta": {},
+        }
+    return dict(body)
 
 
 def task_state(state: str) -> Body:

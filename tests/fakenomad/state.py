@@ -94,7 +94,7 @@ class FakeNomad:
         """One line of the event stream: objects of one index."""
         events = []
         for topic, payload in objects:
-            shown = shapes.event_allocation(payload) if topic == "Allocation" else dict(payload)
+            shown = shapes.event_object(topic, payload)
             keys = [payload["JobID"], ""] if topic in ("Allocation", "Evaluation") else None
             events.append(
                 {"FilterKeys": keys, "Index": self.index, "Key": payload["ID"], "Namespace": payload.get("Namespace", ""),
