@@ -105,7 +105,13 @@ class Api:
     def recent_snapshot(self) -> Snapshot:
         """One that is at most a second old: for what hardly changes, on paths that must cost little."""
         now_ms = self.clock_ms()
-        if self._snapshot is None or not 0 <= now_ms - self._snapshot.now_ms < _SNAPSHOT_MS:
+        # One that knows no node yet would let every job in, also in the second after the first node came.
+        knows_nodes = self._snapshot is not None and bool(self._snapshot.nodes)
+        if (
+            self._snapshot is None
+            or not knows_nodes
+            or not 0 <= now_ms - self._snapshot.now_ms < _SNAPSHOT_MS
+        ):
             self._snapshot = self.cluster.snapshot(now_ms)
         return self._snapshot
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -20,9 +21,12 @@ from coordinator.model import Job
 from coordinator.queues import Cards, TenantQueue
 from vgpu.reasons import Reason
 
+logger = logging.getLogger(__name__)
+
 _PATIENCE_SECONDS = 1.0
 # Shares move with time even when nothing is written.
 _FRESH_MS = 5_000
+_OLD_MS = 60_000
 _KEPT = 8
 
 
@@ -51,6 +55,12 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
         yield job
     resting = [job for job in snapshot.waiting if job.not_before_ms > snapshot.now_ms and job.id != first]
     yield from sorted(resting, key=lambda job: (job.not_before_ms, job.id))
+
+
+def _say_failure(task: asyncio.Task[None]) -> None:
+    """Nobody may be waiting for it."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("no plan for the reasons of waiting jobs", exc_info=task.exception())
 
 
 @define(eq=False)
@@ -102,8 +112,14 @@ class WaitingReasons:
         self._kept: OrderedDict[tuple[int, int], Planned] = OrderedDict()
 
     def last(self, job: Job) -> Reason | None:
-        """What the newest plan says of the job, where there is one; never plans anew."""
-        return self._newest.reasons.get(job.id) if self._newest is not None else None
+        """What the newest plan says of the job, if it is not old; never waits for a new one, but has it made, so that
+        whoever asks again gets it."""
+        newest, now_ms = self._newest, self._clock_ms()
+        if newest is None or now_ms - newest.snapshot.now_ms >= _FRESH_MS:
+            self._start()
+        if newest is None or now_ms - newest.snapshot.now_ms >= _OLD_MS:
+            return None
+        return newest.reasons.get(job.id)
 
     async def now(self) -> Planned:
         """The plan for the revision of now where it can be had soon, else the newest there is."""
@@ -136,10 +152,14 @@ class WaitingReasons:
     async def _at_least(self, revision: int) -> Planned:
         """One that was under way already may be too old: then the next is waited for."""
         while self._newest is None or not self._is_fresh(self._newest, revision):
-            if self._running is None or self._running.done():
-                self._running = asyncio.create_task(self._compute(), name="waiting-reasons")
-            await asyncio.shield(self._running)
+            await asyncio.shield(self._start())
         return self._newest
+
+    def _start(self) -> asyncio.Task[None]:
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._compute(), name="waiting-reasons")
+            self._running.add_done_callback(_say_failure)
+        return self._running
 
     def _is_fresh(self, planned: Planned, revision: int) -> bool:
         return planned.revision >= revision and self._clock_ms() - planned.snapshot.now_ms < _FRESH_MS

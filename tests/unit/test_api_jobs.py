@@ -601,6 +601,44 @@ class TestLists:
         assert item["asked"]["gpu_memory_mib"] == 8 * GIB
         assert (await a.get(f"/v1/jobs/{job['id']}"))["reason"]["code"] == item["reason"]["code"]
 
+    async def test_a_reason_that_has_become_old_is_not_told_and_a_new_one_is_found(
+        self, world: World
+    ) -> None:
+        admin, a, _ = await world.callers()
+        await admin.post("/v1/nodes/n1/cordon")
+        path = f"/v1/jobs/{(await a.post('/v1/jobs', SPEC))['id']}"
+
+        async def told() -> str | None:
+            reason = (await a.get(path))["reason"]
+            return reason["code"] if reason else None
+
+        async with asyncio.timeout(5):
+            while await told() != "node_cordoned":
+                pass
+        await admin.post("/v1/nodes/n1/uncordon")
+        await world.write(Delete(records.report_key("n1")))
+        world.clock.advance(60_000)
+        assert await told() is None
+        async with asyncio.timeout(5):
+            while await told() != "node_not_ready":
+                pass
+
+    async def test_a_long_list_is_made_in_a_thread_and_is_the_same(self, world: World) -> None:
+        _, a, b = await world.callers()
+        writes = []
+        for n in range(5_100):
+            world.clock.advance(1)
+            writes.append(Put(*await _waiting(world, f"j{n:04d}")))
+        for start in range(0, len(writes), 128):
+            await world.memory.txn((), writes[start : start + 128])
+        await world.write(Put("/serai/other", b""))
+        page = await a.get("/v1/jobs", sort="-submitted_at", limit=3)
+        assert [item["id"] for item in page["items"]] == ["j5099", "j5098", "j5097"]
+        page = await a.get("/v1/jobs", sort="-submitted_at", limit=3, cursor=page["next_cursor"])
+        assert [item["id"] for item in page["items"]] == ["j5096", "j5095", "j5094"]
+        assert (await b.get("/v1/jobs"))["items"] == []
+        assert (await a.refused("GET", "/v1/jobs", cursor="x"))["field"] == "cursor"
+
 
 async def _waiting(world: World, id: str) -> tuple[str, bytes]:
     spec = JobSpec("n", "team-a", (TaskSpec(image="i"),))
