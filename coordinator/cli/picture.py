@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CELLS = 8
 _LABEL = 12
+_WIDE = 120  # so wide a terminal has room for four GPUs beside each other
 
 
 @frozen
@@ -46,17 +47,18 @@ class Frame:
         object.__setattr__(self, "colours", colours)
 
 
-def bars(frame: Frame) -> RenderableType:
+def bars(frame: Frame, width: int = 120) -> RenderableType:
     """Each GPU as a bar of its memory, slices in the colour of their tenant, with the names of the jobs."""
+    across = 4 if width >= _WIDE else 2
     names = {job["id"]: job["name"] for job in frame.jobs}
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(no_wrap=True)
-    for _ in range(4):
+    for _ in range(across):
         table.add_column(no_wrap=True)
     for node in frame.nodes:
         gpus = list(node["gpus"])
-        for start in range(0, max(len(gpus), 1), 4):
-            cells = [_gpu(gpu, frame, names) for gpu in gpus[start : start + 4]]
+        for start in range(0, max(len(gpus), 1), across):
+            cells = [_gpu(gpu, frame, names) for gpu in gpus[start : start + across]]
             table.add_row(_node_title(node) if start == 0 else Text(""), *cells)
     return table
 
@@ -106,10 +108,12 @@ def queue(frame: Frame, most: int = 8) -> RenderableType:
     if not frame.queue["items"]:
         return Text("nothing waits", style="dim")
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    for title in ("#", "WAITING", "TENANT", "WAITED"):
-        table.add_column(title, no_wrap=True)
+    items = frame.queue["items"][:most]
+    for title, name in (("#", "position"), ("WAITING", "name"), ("TENANT", "tenant"), ("WAITED", "")):
+        longest = max(len(str(item.get(name, ""))) for item in items)
+        table.add_column(title, no_wrap=True, min_width=min(max(longest, len(title)), 24))
     table.add_column("REASON", no_wrap=True, overflow="ellipsis")
-    for item in frame.queue["items"][:most]:
+    for item in items:
         tenant = Text(item["tenant"], style=frame.colours.get(item["tenant"], ""))
         waited = figures.duration(item["waited_seconds"])
         table.add_row(str(item["position"]), item["name"], tenant, waited, sentence(item["reason"]))
@@ -122,8 +126,10 @@ def running(frame: Frame, most: int = 8) -> RenderableType:
     live = [job for job in frame.jobs if job["placed"] is not None]
     live.sort(key=lambda job: (job["started_at"] or "~", job["id"]))
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("JOB", no_wrap=True)
-    table.add_column("STATE", no_wrap=True)
+    table.add_column(
+        "JOB", no_wrap=True, min_width=min(24, max((len(job["name"]) for job in live), default=1))
+    )
+    table.add_column("STATE", no_wrap=True, min_width=9)
     table.add_column("CHOSEN, AND PLACED", overflow="ellipsis", no_wrap=True)
     for job in live[-most:]:
         name = Text(job["name"], style=frame.colours.get(job["tenant"], ""))
@@ -132,13 +138,13 @@ def running(frame: Frame, most: int = 8) -> RenderableType:
     return table if live else Text("no job was placed yet", style="dim")
 
 
-def whole(frame: Frame, title: str = "") -> RenderableType:
+def whole(frame: Frame, title: str = "", width: int = 120) -> RenderableType:
     parts: list[RenderableType] = []
     if title:
         parts.append(Text(title, style="bold reverse"))
     if frame.cluster is not None:
         parts.append(_summary(frame.cluster))
-    for part in (bars(frame), tenants(frame), queue(frame), running(frame)):
+    for part in (bars(frame, width), tenants(frame), queue(frame), running(frame)):
         parts += [part, Text("")]
     return Group(*parts[:-1])
 

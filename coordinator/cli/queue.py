@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,18 +34,13 @@ _TURNS = [
 ]
 
 
-def asked_of(asked: Any) -> str:
-    """The sum that a waiting job asks for, in whatever figures the API gives."""
-    if not isinstance(asked, dict):
-        return str(asked)
-    words = []
-    for name, value in asked.items():
-        if name.endswith("memory_mib"):
-            words.append(figures.size(value))
-        elif name.endswith("compute_milli"):
-            words.append(f"{figures.gpus(value)} GPU")
-        elif name == "gpus":
-            words.append(f"{value} x")
+def asked_of(asked: Mapping[str, Any]) -> str:
+    """The sum that a waiting job asks for: `4 GPU 80GiB`; the memory is left out where whatever the cards have is meant."""
+    if not asked.get("gpus"):
+        return f"{asked.get('cpu_milli', 0) / 1000:g} cores"
+    words = [f"{figures.gpus(asked.get('gpu_compute_milli'))} GPU"]
+    if asked.get("gpu_memory_mib") is not None:
+        words.append(figures.size(asked["gpu_memory_mib"]))
     return " ".join(words)
 
 

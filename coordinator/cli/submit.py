@@ -227,7 +227,9 @@ def read_file(name: str) -> list[dict[str, Any]]:
     for document in documents:
         for spec in document if isinstance(document, list) else [document]:
             if not isinstance(spec, dict):
-                raise Stop(exits.REFUSED, f"{name}: a job is a mapping, not {spec!r}", field="FILE", value=spec)
+                raise Stop(
+                    exits.REFUSED, f"{name}: a job is a mapping, not {spec!r}", field="FILE", value=spec
+                )
             specs.append(spec)
     if not specs:
         raise Stop(exits.REFUSED, f"{name} holds no job", field="FILE", value=name)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from coordinator.client import Client
     from coordinator.client.views import JobView
 
+_PAPER = 200  # off a terminal
 _LIVE = "ALLOCATED,STARTING,RUNNING,EVICTING,CANCELLING"
 
 
@@ -30,15 +31,15 @@ def top(interval: float, once: bool) -> int:
 
     from coordinator.cli.picture import whole
 
-    console = Console(no_color=not has_colour(), highlight=False)
+    console = Console(no_color=not has_colour(), highlight=False, width=None if is_terminal() else _PAPER)
 
     async def work(client: Client) -> None:
         if once or not is_terminal():
-            console.print(whole(await look(client)))
+            console.print(whole(await look(client), width=console.width))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(whole(await look(client), "serai top"), refresh=True)
+                live.update(whole(await look(client), "serai top", console.width), refresh=True)
                 await asyncio.sleep(interval)
 
     try:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import click
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from coordinator.cli import figures
 from coordinator.cli.output import Column, has_colour, is_terminal, print_table, sentence
@@ -36,20 +35,22 @@ class Lines:
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
-        self._told: dict[str, int] = {}
+        self._told: set[tuple[str, int, str]] = set()
 
     def note(self, text: str) -> None:
         click.echo(f"{time.monotonic() - self._begin:6.1f}s  {text}")
 
     def frame(self, frame: Frame) -> None:
+        # STARTING gives way to RUNNING at the same place of the history, so the state belongs to what was told.
         news = [
-            (happening["at"], job, happening)
+            (happening["at"], (job["id"], number, happening["state"]), job, happening)
             for job in frame.jobs
-            for happening in job["history"][self._told.get(job["id"], 0) :]
+            for number, happening in enumerate(job["history"])
         ]
-        for _, job, happening in sorted(news, key=lambda each: (each[0], each[1]["id"])):
-            self._told[job["id"]] = self._told.get(job["id"], 0) + 1
-            self._tell(job, happening)
+        for _, key, job, happening in sorted(news, key=lambda each: each[:2]):
+            if key not in self._told:
+                self._told.add(key)
+                self._tell(job, happening)
 
     def close(self) -> None:
         return
@@ -81,7 +82,7 @@ class Picture:
         if not self._is_open:
             self._live.start()
             self._is_open = True
-        self._live.update(whole(frame), refresh=True)
+        self._live.update(whole(frame, width=self._console.width), refresh=True)
 
     def close(self) -> None:
         if self._is_open:
@@ -99,27 +100,19 @@ _COLUMNS = [
     Column("GPUS", "gpus"),
     Column("WAITED", "waited_seconds", right=True),
     Column("RAN", "ran_seconds", right=True),
-    Column("WHY THERE", "why_placed"),
 ]
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """What ran where and why: one row for each job, then why each was chosen."""
-    rows = [_row(each) for each in outcomes]
+    """What ran where, one row for each job; then why each was chosen, and why it was placed there (or refused)."""
     click.echo()
-    if is_terminal():
-        table = Table(box=None, padding=(0, 1), header_style="bold")
-        for column in _COLUMNS:
-            table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        Console(no_color=not has_colour(), highlight=False).print(table)
-    else:
-        print_table(_COLUMNS, rows, cut=False)
+    print_table(_COLUMNS, [_row(each) for each in outcomes], cut=True)
     click.echo()
     for each in outcomes:
-        if each.job is not None and each.job["chosen"] is not None:
-            click.echo(f"{each.trial.name:<13} chosen: {sentence(each.job['chosen'])}")
+        lines = [("chosen", sentence(each.job["chosen"]))] if each.job is not None else []
+        lines += [("placed" if each.nodes else "refused", each.why)]
+        for number, (verb, why) in enumerate((verb, why) for verb, why in lines if why):
+            click.echo(f"{each.trial.name if number == 0 else '':<13} {verb}: {why}")
     click.echo()
 
 
@@ -138,7 +131,6 @@ def _row(each: Outcome) -> list[str]:
         gpus_text(each.gpus()),
         figures.duration(job["waited_seconds"]) if job else "-",
         figures.duration(job["ran_seconds"]) if job and job["ran_seconds"] is not None else "-",
-        each.why,
     ]
 
 

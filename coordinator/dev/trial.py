@@ -243,8 +243,11 @@ class Trial:
                     continue
                 view = views.get(outcome.job["id"], outcome.job)
                 outcomes[name] = evolve(outcome, job=view)
-                placed = until_placed and view["state"] != "PENDING"
-                waiting = waiting or not (placed or is_final(view))  # type: ignore[arg-type]
+                # What was to be refused and was not would wait for ever.
+                enough = outcome.trial.wanted.state == "REFUSED" or (
+                    until_placed and view["state"] != "PENDING"
+                )
+                waiting = waiting or not (enough or is_final(view))  # type: ignore[arg-type]
             if not waiting or asyncio.get_running_loop().time() > deadline:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
