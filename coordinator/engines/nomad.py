@@ -17,14 +17,8 @@ from coordinator.config import Settings
 from coordinator.engines import EngineRefused, EngineUnavailable, LogsExpired, RunningAttempt, TaskSink
 from coordinator.engines.nomad_api import CONFLICT, NomadApi, NomadError, NomadSettings, NomadUnreachable
 from coordinator.engines.nomad_logs import read_logs
-from coordinator.engines.nomad_observer import (
-    Attempt,
-    LiveJobs,
-    NomadObserver,
-    NothingLive,
-    Wishes,
-    nomad_id_of,
-)
+from coordinator.engines.nomad_observer import NomadObserver
+from coordinator.engines.nomad_wishes import Attempt, LiveJobs, NothingLive, Wishes, nomad_id_of
 from coordinator.model import Job, Task, TaskState
 from jobspecs.container import Grant
 from jobspecs.nomad_job import NomadRefused, nomad_job, nomad_job_id, parse_nomad_job_id

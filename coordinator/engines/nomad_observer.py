@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from attrs import evolve, frozen
 
@@ -26,8 +25,9 @@ from coordinator.engines import EngineUnavailable, TaskSink
 from coordinator.engines.nomad_api import NomadApi
 from coordinator.engines.nomad_outcome import AttemptSeen, has_copies, observed
 from coordinator.engines.nomad_records import AllocationSeen, EvaluationSeen, JobSeen, PlacementMetric
-from coordinator.model import Job, Task, TaskState
-from jobspecs.nomad_job import group_name, nomad_job_id, parse_nomad_job_id
+from coordinator.engines.nomad_wishes import Attempt, Wishes, nomad_id_of
+from coordinator.model import Task, TaskState
+from jobspecs.nomad_job import group_name, parse_nomad_job_id
 from vgpu.reasons import ReasonCode
 
 log = logging.getLogger("serai.nomad")
@@ -35,87 +35,6 @@ log = logging.getLogger("serai.nomad")
 LOOKS_AT_ONCE = 8
 # Events of one job come in bursts of four or five within some milliseconds.
 DEBOUNCE_SECONDS = 0.02
-
-Attempt = tuple[str, int]
-
-
-class LiveJobs(Protocol):
-    """What the store says of the jobs that hold slices (`coordinator.cluster.Cluster` is one)."""
-
-    @property
-    def live_jobs(self) -> Mapping[str, Job]: ...
-    def tasks_of(self, job: str, attempt: int) -> Mapping[int, Task]: ...
-
-
-@frozen
-class NothingLive:
-    """For whoever only reads logs."""
-
-    @property
-    def live_jobs(self) -> Mapping[str, Job]:
-        return {}
-
-    def tasks_of(self, job: str, attempt: int) -> Mapping[int, Task]:
-        return {}
-
-
-class Wishes:
-    """What the engine was told: jobs to look at, attempts to stop, attempts that it registered itself."""
-
-    def __init__(self, live: Callable[[], LiveJobs], nomad_node: Callable[[str], str | None]) -> None:
-        self._live = live
-        self.nomad_node = nomad_node
-        self._hints: set[str] = set()
-        self._wake = asyncio.Event()
-        self.launched: dict[Attempt, Job] = {}
-        self.registered: set[Attempt] = set()
-        self.stopping: set[Attempt] = set()
-
-    def hint(self, nomad_id: str) -> None:
-        self._hints.add(nomad_id)
-        self._wake.set()
-
-    def hint_later(self, nomad_id: str, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(seconds, self.hint, nomad_id)
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def take(self) -> set[str]:
-        taken, self._hints = self._hints, set()
-        self._wake.clear()
-        return taken
-
-    async def wait(self, seconds: float) -> bool:
-        """True when there is something to do, False when the time is over."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def job(self, attempt: Attempt) -> Job | None:
-        """The record of an attempt that is live, or that was launched here."""
-        live = self._live().live_jobs.get(attempt[0])
-        return live if live is not None and live.attempt == attempt[1] else self.launched.get(attempt)
-
-    def live_jobs(self) -> Sequence[Job]:
-        return tuple(self._live().live_jobs.values())
-
-    def tasks(self, attempt: Attempt) -> Mapping[int, Task]:
-        return self._live().tasks_of(*attempt)
-
-    def is_to_stop(self, attempt: Attempt) -> bool:
-        job = self._live().live_jobs.get(attempt[0])
-        newer = job is not None and job.attempt > attempt[1]
-        asked = job is not None and job.attempt == attempt[1] and job.stop is not None
-        return newer or asked or attempt in self.stopping
-
-    def forget(self, attempt: Attempt) -> None:
-        self.launched.pop(attempt, None)
-        self.registered.discard(attempt)
-        self.stopping.discard(attempt)
 
 
 @frozen
@@ -129,10 +48,6 @@ class _Before:
     records: Mapping[int, Task]
     tried: bool
     registered: bool
-
-
-def nomad_id_of(job: Job) -> str:
-    return nomad_job_id(job.tenant, job.spec.name, job.id, job.attempt)
 
 
 class NomadObserver:

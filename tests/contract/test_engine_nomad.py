@@ -34,7 +34,7 @@ def real(request: pytest.FixtureRequest) -> Iterator[Any]:
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "real":
         settings, nodes = request.getfixturevalue("real")
-        world = World(settings, nodes)
+        world = World(settings, dict(nodes))
         yield world
         await world.close()
         return
