@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 from coordinator.cluster import Snapshot
 from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
@@ -37,9 +38,9 @@ log = logging.getLogger("serai.scheduler")
 
 # Arrivals of one burst share a cycle. Short beside a commit (some 2 ms), so nobody notices it at low load.
 DEBOUNCE_SECONDS = 0.002
-# Waiting reasons are written for people who read etcd; the API computes them. So few a cycle, and seldom per job.
-REASONS_PER_CYCLE = 32
-REASON_EVERY_MS = 30_000
+# Waiting reasons are written for people who read etcd; the API computes them. So few at a time.
+REASONS_LOOKED_AT = 64
+REASONS_EVERY_MS = 1_000
 LAUNCHES_IN_FLIGHT = 16
 
 
@@ -64,7 +65,8 @@ class Scheduler:
         self._launches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._launched: set[tuple[str, int]] = set()
         self._launch_gate = asyncio.Semaphore(LAUNCHES_IN_FLIGHT)
-        self._reason_written_ms: dict[str, int] = {}
+        self._reasons_at_ms = 0
+        self._reasons_from = 0
         self._due_ms: int | None = None
 
     async def run(self) -> None:
@@ -154,7 +156,7 @@ class Scheduler:
                 placement.job.id,
                 placement.job.spec,
                 placement.allocation,
-                snapshot.inventories,
+                snapshot.inventories_of(placement.allocation.nodes),
                 engine=self._engine.name,
                 cluster=self._settings.cluster,
                 ran_ms=placement.job.ran_ms,
@@ -177,21 +179,21 @@ class Scheduler:
         return outcome
 
     def _reason_intents(self, snapshot: Snapshot, plan: Plan, now_ms: int) -> list[Intent]:
-        """The first few waiting jobs whose reason differs from the one in their record."""
-        intents: list[Intent] = []
+        """A few waiting jobs whose reason differs from the one in their record, going round among all that wait."""
+        if now_ms - self._reasons_at_ms < REASONS_EVERY_MS:
+            return []
+        self._reasons_at_ms = now_ms
+        jobs = list(islice(snapshot.waiting, self._reasons_from, self._reasons_from + REASONS_LOOKED_AT))
+        self._reasons_from = self._reasons_from + len(jobs) if len(jobs) == REASONS_LOOKED_AT else 0
         keys = self._replica.key_values
-        for job in snapshot.waiting:
+        intents: list[Intent] = []
+        for job in jobs:
             reason = plan.waiting.get(job.id)
             if reason is None or (job.reason is not None and job.reason.code is reason.code):
-                continue
-            if now_ms - self._reason_written_ms.get(job.id, now_ms - REASON_EVERY_MS) < REASON_EVERY_MS:
                 continue
             intent = reason_intent(job, reason, keys)
             if intent is not None:
                 intents.append(intent)
-                self._reason_written_ms[job.id] = now_ms
-            if len(intents) == REASONS_PER_CYCLE:
-                break
         return intents
 
     # --- launch and stop: what etcd says must run, told to the engine ------------------------------------------------
@@ -206,9 +208,6 @@ class Scheduler:
                 self._launched.add(key)
                 self._launches[key] = asyncio.create_task(self._hand_over(job.id, job.attempt))
         self._launched = {key for key in self._launched if key[0] in live and live[key[0]].attempt == key[1]}
-        self._reason_written_ms = {
-            j: at for j, at in self._reason_written_ms.items() if j in self._replica.cluster.waiting_jobs
-        }
 
     async def _hand_over(self, id: str, attempt: int) -> None:
         """Launches the attempt once its isolation steps are done; when its record asks for a stop, stops it."""

@@ -127,9 +127,9 @@ class Snapshot:
     def waiting(self) -> Collection[Job]:
         return self.waiting_jobs.values()
 
-    @property
-    def inventories(self) -> Mapping[str, NodeInventory]:
-        return {name: node.inventory for name, node in self.nodes.items() if node.inventory is not None}
+    def inventories_of(self, nodes: Sequence[str]) -> Mapping[str, NodeInventory]:
+        views = {name: self.nodes[name].inventory for name in nodes if name in self.nodes}
+        return {name: inventory for name, inventory in views.items() if inventory is not None}
 
     @property
     def cluster_memory_mib(self) -> int:

@@ -7,6 +7,9 @@ import os
 
 import pytest
 
+# One etcd and one Docker Engine for the whole run, whichever test asks first.
+pytest_plugins = ["tests.docker_engine", "tests.etcd_server"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """pytest-asyncio asks for the thread's event loop before its first test; on Python 3.11 that makes one which

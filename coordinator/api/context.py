@@ -105,15 +105,12 @@ class Api:
     def recent_snapshot(self) -> Snapshot:
         """One that is at most a second old: for what hardly changes, on paths that must cost little."""
         now_ms = self.clock_ms()
+        snapshot = self._snapshot
         # One that knows no node yet would let every job in, also in the second after the first node came.
-        knows_nodes = self._snapshot is not None and bool(self._snapshot.nodes)
-        if (
-            self._snapshot is None
-            or not knows_nodes
-            or not 0 <= now_ms - self._snapshot.now_ms < _SNAPSHOT_MS
-        ):
-            self._snapshot = self.cluster.snapshot(now_ms)
-        return self._snapshot
+        knows_nodes = snapshot is not None and any(view.inventory for view in snapshot.nodes.values())
+        if snapshot is None or not knows_nodes or not 0 <= now_ms - snapshot.now_ms < _SNAPSHOT_MS:
+            snapshot = self._snapshot = self.cluster.snapshot(now_ms)
+        return snapshot
 
     def inventory(self, node: str) -> NodeInventory | None:
         view = self.recent_snapshot().nodes.get(node) or self.snapshot().nodes.get(node)

@@ -20,7 +20,7 @@ from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.dev.parts import Part, ready_line, start
 from coordinator.etcd_store import EtcdSettings, EtcdStore
-from coordinator.records import ROOT, Token, encode, event, token_key
+from coordinator.records import ROOT, Token, encode, event, inventory_key, token_key
 from coordinator.store import Change, Put
 from tests.etcd_server import EtcdServer
 from tests.invariants import check_snapshot
@@ -71,7 +71,11 @@ class LiveCluster:
         command += ["--data-folder", str(self.folder / node), *options]
         part = self.parts[node] = await start(f"{node}.{len(self.parts)}", command, self.folder)
         await ready_line(part, seconds=PATIENCE_SECONDS)
+        await self.until(lambda: self._is_known(node))
         return part
+
+    async def _is_known(self, node: str) -> bool:
+        return await self.store.get(inventory_key(node)) is not None
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """To the part and whatever it started."""
