@@ -106,8 +106,12 @@ class NomadEngine:
         self, task: Task, *, stream: str, follow: bool, tail_bytes: int | None
     ) -> AsyncIterator[bytes]:
         """Nomad keeps them until the job is purged, `log_retention_seconds` after its end."""
-        known = self._wishes.job((task.job, task.attempt))
-        nomad_id = nomad_id_of(known) if known is not None else await self._find((task.job, task.attempt), "")
+        nomad_id: str | None = ""  # a record that names its allocation needs none
+        if not task.container:
+            known = self._wishes.job((task.job, task.attempt))
+            nomad_id = (
+                nomad_id_of(known) if known is not None else await self._find((task.job, task.attempt), "")
+            )
         if nomad_id is None:
             raise LogsExpired("Nomad does not know this job any more")
         async for chunk in read_logs(

@@ -120,6 +120,7 @@ class NomadApi:
         self._jobs = nomad.api.Jobs(**given)
         self._job = nomad.api.Job(**given)
         self._allocations = nomad.api.Allocations(**given)
+        self._allocation = nomad.api.Allocation(**given)
         self._evaluation = nomad.api.Evaluation(**given)
         self._nodes = nomad.api.Nodes(**given)
         self._agent = nomad.api.Agent(**given)
@@ -162,6 +163,9 @@ class NomadApi:
         # `all` would show those of an earlier job of this name too; without it a purged job still has its own.
         return (await self._call(tuple[AllocationSeen, ...], self._job, quote(id, safe=""), "allocations"))[0]
 
+    async def allocation(self, id: str) -> AllocationSeen | None:
+        return await self._found(AllocationSeen, self._allocation, quote(id, safe=""))
+
     async def job_evaluations(self, id: str) -> Sequence[EvaluationSeen]:
         return (await self._call(tuple[EvaluationSeen, ...], self._job, quote(id, safe=""), "evaluations"))[0]
 
@@ -181,13 +185,15 @@ class NomadApi:
         """Follows an evaluation until the scheduler is done with it, or `evaluation_seconds` are over; None if Nomad
         does not know it (any more)."""
         deadline = asyncio.get_running_loop().time() + self.settings.evaluation_seconds
-        params: dict[str, Any] = {}
+        # Not one of the routes to which the library adds the namespace; a token may have no right on the default one.
+        namespace = {"namespace": self.settings.namespace}
+        params: dict[str, Any] = namespace
         while True:
             seen = await self._found(EvaluationSeen, self._evaluation, evaluation, params=params)
             left = deadline - asyncio.get_running_loop().time()
             if seen is None or seen.is_settled or left <= 0:
                 return seen
-            params = {"index": seen.modify_index, "wait": f"{int(left * 1000) + 1}ms"}
+            params = {**namespace, "index": seen.modify_index, "wait": f"{int(left * 1000) + 1}ms"}
 
     async def nodes(self) -> Sequence[NodeSeen]:
         return (await self._call(tuple[NodeSeen, ...], self._nodes))[0]

@@ -97,7 +97,12 @@ async def _chunks(api: NomadApi, path: str, params: list[tuple[str, str]]) -> As
 
 
 async def _allocation(api: NomadApi, nomad_id: str, task: Task) -> AllocationSeen:
-    """The first allocation of the task: a later copy is not the attempt."""
+    """The one of the task's record; else the first one of the task, since a later copy is not the attempt."""
+    if task.container:
+        recorded = await api.allocation(task.container)
+        if recorded is None:
+            raise LogsExpired("Nomad does not know this task any more")
+        return recorded
     mine = [one for one in await api.job_allocations(nomad_id) if one.task_group == group_name(task.task)]
     if not mine:
         if await api.job(nomad_id) is None:

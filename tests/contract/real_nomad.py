@@ -83,6 +83,7 @@ client {{
 }}
 plugin "docker" {{
   config {{
+    endpoint = "{docker}"
     allow_privileged = false
     gc {{
       image     = false
@@ -99,8 +100,8 @@ plugin "docker" {{
 """
 
 
-def real_nomad() -> Iterator[tuple[NomadSettings, dict[str, str]]]:
-    """Settings, and Nomad's node ids by the names n1 and n2. Everything is stopped and removed at the end."""
+def real_nomad(docker: str) -> Iterator[tuple[NomadSettings, dict[str, str]]]:
+    """Settings, and Nomad's node ids by the names n1 and n2. `docker` is the Docker Engine's address. Everything is stopped and removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="serai-nomad-"))
     agents: list[subprocess.Popen[bytes]] = []
     server_http, server_rpc, *ports = _free_ports(9)
@@ -110,6 +111,7 @@ def real_nomad() -> Iterator[tuple[NomadSettings, dict[str, str]]]:
         _wait(lambda: bool(_get(f"{address}/v1/status/leader")))
         for number in (1, 2):
             client = CLIENT.format(
+                docker=docker,
                 server_rpc=server_rpc,
                 low=20_000 + 1000 * number,
                 high=20_999 + 1000 * number,

@@ -17,7 +17,7 @@ from coordinator.engines import EngineRefused, LogsExpired
 from coordinator.model import TaskState
 from tests.contract.nomad_world import World, fake_world, sh
 from tests.contract.real_nomad import real_nomad
-from tests.docker_engine import docker_engine  # noqa: F401
+from tests.docker_engine import DockerEngine, docker_engine  # noqa: F401
 from vgpu.reasons import ReasonCode
 
 
@@ -26,8 +26,8 @@ def real(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A server and two clients on loopback, started once."""
     if shutil.which("nomad") is None:
         pytest.skip("no nomad binary on the PATH: its tests ran against the fake alone")
-    request.getfixturevalue("docker_engine")
-    yield from real_nomad()
+    docker: DockerEngine = request.getfixturevalue("docker_engine")
+    yield from real_nomad(docker.url)
 
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.nomad)])
@@ -290,6 +290,12 @@ async def test_logs_of_what_nomad_never_had_are_expired(world: World) -> None:
     world.observe(engine)
     job = world.job(sh("exit 0"))
     await world.launch(engine, job)
-    task = evolve(await world.until_released(job), job="01jd3x8k99999999", attempt=7)
-    with pytest.raises(LogsExpired):
-        [chunk async for chunk in engine.logs(task, stream="stdout", follow=False, tail_bytes=None)]
+    task = await world.until_released(job)
+    for never in (
+        evolve(task, job="01jd3x8k99999999", attempt=7, container=""),
+        evolve(task, container="00000000-0000-4000-8000-000000000000"),
+    ):
+        with pytest.raises(LogsExpired):
+            [chunk async for chunk in engine.logs(never, stream="stdout", follow=False, tail_bytes=None)]
+    by_job = engine.logs(evolve(task, container=""), stream="stdout", follow=False, tail_bytes=None)
+    assert [chunk async for chunk in by_job] == []

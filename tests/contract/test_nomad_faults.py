@@ -101,6 +101,21 @@ async def test_version_comes_from_the_nodes_where_the_token_may_not_ask_the_agen
         assert world.nomad_job(job)["TaskGroups"][0][field]
 
 
+async def test_every_request_is_for_the_namespace_and_region_that_were_set(world: World) -> None:
+    world.fake.namespaces.add("serai-gpu")
+    engine, job = world.engine(namespace="serai-gpu", region="eu"), world.job(LONG)
+    world.observe(engine)
+    await world.launch(engine, job)
+    running = await world.until_state(job, TaskState.RUNNING)
+    await world.stop(engine, job)
+    assert (await world.until_released(job)).exit_code == 137
+    [chunk async for chunk in engine.logs(running, stream="stdout", follow=False, tail_bytes=None)]
+    assert {key[0] for key in world.fake.jobs} == {"serai-gpu"}
+    asked = [path for method, path in world.web.requests if "/v1/agent" not in path]
+    assert len({path.split("?")[0].split("/")[2] for path in asked}) >= 5
+    assert [path for path in asked if "region=eu" not in path or "namespace=serai-gpu" not in path] == []
+
+
 async def test_weak_or_wrong_token_is_named(world: World) -> None:
     world.fake.acl = {"weak": set()}
     for token in ("weak", "unknown", ""):
