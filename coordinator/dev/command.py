@@ -89,6 +89,7 @@ async def _until_stopped(folder: Path, once: bool, json_file: str | None, engine
 
 
 async def _run(folder: Path, once: bool, json_file: str | None, engine: str, runner: str) -> int:
+    from coordinator.client import ApiError, Unreachable
     from coordinator.dev.outcome import document, fairness
     from coordinator.dev.parts import PartFailed
     from coordinator.dev.scenario import JOBS, possible
@@ -125,6 +126,9 @@ async def _run(folder: Path, once: bool, json_file: str | None, engine: str, run
         if error.log:
             click.echo(error.log, err=True)
         raise Stop(exits.FAILED, str(error)) from error
+    except (ApiError, Unreachable):
+        click.echo(trial.last_log_lines(), err=True)
+        raise
     finally:
         show.close()
         await asyncio.shield(trial.stop())

@@ -102,6 +102,10 @@ class Trial:
         """Submits the jobs in their rounds, and stays until all have ended, or time is over."""
         return await self._alive(self._play(jobs))
 
+    def last_log_lines(self) -> str:
+        """The end of the coordinator's log, for when it answered with a fault of its own."""
+        return "\n".join(part.last_lines(40) for part in self._parts if part.name == "coordinator")
+
     async def stay(self) -> None:
         """For ever, unless a part ends. Raises `PartFailed`."""
         await self._alive(asyncio.Event().wait())
