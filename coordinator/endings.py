@@ -72,11 +72,12 @@ def ending(
     """The end of an attempt of which nothing is left, in the order of what counts most."""
     ended = [task for _, task in sorted(tasks.items()) if task.state is TaskState.EXITED]
     code = _exit_code(job, ended)
-    if not lost and _all_succeeded(job, ended, stop_asked_ms):
+    is_lost = bool(lost) or job.state is JobState.LOST
+    if not is_lost and _all_succeeded(job, ended, stop_asked_ms):
         return Ending(JobState.SUCCEEDED, Reason(ReasonCode.EXIT_CODE, {"exit_code": 0}), 0)
     if job.state is JobState.CANCELLING:
         return Ending(JobState.CANCELLED, job.stop or Reason(ReasonCode.CANCELLED_BY_USER), code)
-    if lost or job.state is JobState.LOST:
+    if is_lost:
         reason = Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
         return _retried(job, reason, NOT_RUN_CODE, settings)
     if job.state is JobState.EVICTING:

@@ -25,6 +25,8 @@ Left = tuple[int, ...]
 
 def place(draft: Draft, shape: Shape, headroom: Headroom) -> tuple[Spot, ...] | None:
     """Spots for all tasks of a job in the order of their numbers; None if they do not all fit. Changes nothing."""
+    if shape.task_count == 0:
+        return None
     if shape.task_count == 1:
         spot = draft.search(_the_task(shape), shape.constraints).best(headroom)
         return None if spot is None else (spot,)

@@ -30,6 +30,8 @@ from coordinator.snapshot import ClusterSettings, Snapshot
 from vgpu.reasons import Reason, ReasonCode
 
 S = JobState
+# The states in which a record may hold slices, less those that are only shown.
+HOLDING = frozenset({S.ALLOCATED, S.EVICTING, S.CANCELLING, S.LOST})
 PAST_ATTEMPTS = 3
 
 EDGES: Mapping[JobState, Mapping[JobState, str]] = {
@@ -149,8 +151,8 @@ def settle(snapshot: Snapshot) -> tuple[Transition, ...]:
 
 def settle_job(job: Job, snapshot: Snapshot) -> Transition | None:
     """What one live job needs now; None for most."""
-    if job.allocation is None:
-        return None
+    if job.allocation is None or job.state not in HOLDING:
+        return None  # a record that somebody wrote by hand must not stop the others
     tasks = snapshot.tasks_of(job)
     lost = {node for node in job.allocation.nodes if _status(node, snapshot) is NodeStatus.LOST}
     if all(_is_over(tasks.get(placed.task)) or placed.node in lost for placed in job.allocation.tasks):

@@ -162,7 +162,7 @@ class Machines:
         machine = self._machine(report.node)
         machine.report = report
         machine.missing_since_ms = None
-        machine.released = {k: at for k, at in machine.released.items() if k in report.held}
+        machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}
 
     def _record_unreadable(self, event: model.RecordUnreadable) -> None:
         """DA-7. Which nodes a record is about stands in its key, in the grants of its job (they are written in one

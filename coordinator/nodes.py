@@ -9,7 +9,7 @@ with a fault.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from attrs import field, frozen
@@ -327,7 +327,8 @@ def _why_closed(
 
 
 def _held_elsewhere(facts: NodeFacts, uses: Sequence[Use]) -> dict[str, tuple[str, ...]]:
-    """GPU -> attempts that exist on it by the node's account, though no live job holds it for them (DA-9).
+    """GPU -> attempts that exist on it by the node's account, as a container or as a process, though no live job holds
+    it for them (DA-9).
 
     A report that is older than the confirmed end of an attempt says nothing about it any more, so that slices are
     free at once and not only after the next report (LK-10)."""
@@ -335,13 +336,19 @@ def _held_elsewhere(facts: NodeFacts, uses: Sequence[Use]) -> dict[str, tuple[st
         return {}
     granted = {(use.attempt_key, piece.gpu) for use in uses for piece in use.placement.slices}
     held: dict[str, list[str]] = {}
-    for attempt_key, uuids in facts.report.held.items():
-        if facts.released.get(attempt_key, -1) >= facts.report.at_ms:
-            continue
-        for uuid in uuids:
-            if (attempt_key, uuid) not in granted:
-                held.setdefault(uuid, []).append(attempt_key)
-    return {uuid: tuple(sorted(keys)) for uuid, keys in held.items()}
+    for attempt_key, uuid in _present(facts.report):
+        is_stale = facts.released.get(attempt_key, -1) >= facts.report.at_ms
+        if not is_stale and (attempt_key, uuid) not in granted:
+            held.setdefault(uuid, []).append(attempt_key)
+    return {uuid: tuple(sorted(set(keys))) for uuid, keys in held.items()}
+
+
+def _present(report: NodeReport) -> Iterator[tuple[str, str]]:
+    """(attempt, GPU) of everything of ours that the node saw."""
+    for attempt_key, uuids in report.held.items():
+        yield from ((attempt_key, uuid) for uuid in uuids)
+    for gpu in report.gpus:
+        yield from ((process.attempt, gpu.uuid) for process in gpu.processes or () if process.attempt)
 
 
 def _foreign(report: GpuReport | None, is_ours: bool) -> tuple[int, bool]:

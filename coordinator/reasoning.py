@@ -112,6 +112,8 @@ def why_never(spec: JobSpec, snapshot: Snapshot) -> Reason | None:
 
 
 def _fits_never(shape: Shape, snapshot: Snapshot) -> Reason | None:
+    if shape.task_count == 0:
+        return Reason(ReasonCode.MISSING_FIELD, subjects=("tasks",))
     known = [view for view in snapshot.nodes.values() if view.inventory is not None]
     if not known:
         return None

@@ -121,7 +121,10 @@ class UsageLedger:
             at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
             self._accounts[tenant].trail.change(at_ms, rate, lump)
         use = {}
+        longest = self._window_ms // HOUR_MS + 3
         for tenant, account in self._accounts.items():
+            if len(account.hours) > longest:
+                self._forget(account, now_ms)  # nobody takes them from a replica that does not lead
             held = account.lead.reading(now_ms).plus(account.trail.reading(start_ms), -1)
             if held != _NOTHING:
                 use[tenant] = held
@@ -136,9 +139,13 @@ class UsageLedger:
             for hour_ms in sorted(account.unwritten & account.hours.keys()):
                 changed.append(_record(tenant, hour_ms, account))
             account.unwritten.clear()
-            for hour_ms in [h for h in account.hours if h + HOUR_MS < now_ms - self._window_ms]:
-                del account.hours[hour_ms]
+            self._forget(account, now_ms)
         return tuple(changed)
+
+    def _forget(self, account: _Account, now_ms: int) -> None:
+        for hour_ms in [h for h in account.hours if h + HOUR_MS < now_ms - self._window_ms]:
+            del account.hours[hour_ms]
+            account.unwritten.discard(hour_ms)
 
     def _enter(self, account: _Account, tenant: str, at_ms: int, rate: Use, lump: Use) -> None:
         account.lead.change(at_ms, rate, lump)

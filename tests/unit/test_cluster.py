@@ -7,11 +7,14 @@ from random import Random
 import pytest
 from attrs import evolve
 from hypothesis import given
+from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 from coordinator import model
 from coordinator.cluster import Cluster
-from coordinator.lifecycle import allocated, cancelled
+from coordinator.cycle import plan_cycle
+from coordinator.fairness import policy_from
+from coordinator.lifecycle import allocated, cancelled, settle
 from coordinator.model import JobState, NodeAdmin, TaskState, Tenant, UsageHour
 from coordinator.nodes import NodeStatus
 from coordinator.snapshot import Snapshot
@@ -150,6 +153,13 @@ def test_da9_a_task_on_another_gpu_than_it_was_given_closes_that_gpu():
     w.see(model.ReportSeen(report("n1", held={"j.1.0": ("GPU-n1-1",)})))
     assert closed(w, index=1) is ReasonCode.GPU_OCCUPIED
     assert w.snapshot().nodes["n1"].gpus[1].closed.subjects == ("GPU-n1-1", "j.1.0")
+
+
+def test_a_process_of_an_attempt_that_is_over_keeps_its_gpu():
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 100, "old.1.0"),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
 
 
 def test_lk10_a_report_older_than_a_confirmed_end_says_nothing_about_it():
@@ -379,6 +389,59 @@ def test_events_about_what_is_not_there_are_harmless():
     )
     w.now = 10_000
     assert w.snapshot().jobs == {}
+
+
+ODD_JOBS = [
+    running("odd", "nowhere", [piece("no such gpu", 1, 1, "none")]),
+    evolve(running("odd", "n1", [piece("GPU-n1-0", 10**9, 5000)]), state=JobState.PENDING),
+    evolve(running("odd", "n1", [piece("GPU-n1-0")]), state=JobState.RUNNING, attempt=7),
+    evolve(running("odd", "n1", []), state=JobState.LOST),
+    job("odd", priority=10**9, tenant=""),
+    evolve(job("odd"), spec=evolve(job("odd").spec, tasks=())),
+    evolve(job("odd"), state=JobState.CANCELLING),
+    evolve(job("odd"), state=JobState.SUCCEEDED),
+]
+ODD_EVENTS: list[model.Event] = [
+    *(model.JobSeen(one, n) for n, one in enumerate(ODD_JOBS)),
+    model.JobGone("odd", "jobs"),
+    model.JobGone("odd", "queue"),
+    *(
+        model.TaskSeen(model.Task("odd", attempt, number, "n1", state, released=released, fault="?"))
+        for attempt in (0, 1, 7)
+        for number in (0, 9)
+        for state in TaskState
+        for released in (False, True)
+    ),
+    model.TaskGone("odd", 1, 0),
+    model.InventorySeen(node("n1", gpus=0)),
+    model.InventorySeen(node("n1", [gpu("n1", 0), gpu("n1", 0)], links=())),
+    model.InventorySeen(node("n1", [gpu("n1", 0, memory=0, compute_milli=0)], cpu=0)),
+    model.InventoryGone("n1"),
+    model.ReportSeen(report("n1", -5, held={"": ("x",), "odd": ()}, foreign={"GPU-n1-0": 10**9})),
+    model.ReportGone("n1"),
+    model.TenantSeen(Tenant("", -5, -5, -5, weight=-1)),
+    model.TenantGone(""),
+    model.GrantSeen("n1", "odd", 1, True),
+    model.GrantGone("n1", "odd", 1),
+    model.RecordUnreadable("/serai/jobs/odd", "?"),
+    model.UsageSeen(UsageHour("odd", 5, -7, (1,), ())),
+]
+
+
+@settings_of(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ODD_EVENTS), st.integers(-10, 5000)), max_size=25))
+def test_no_event_however_odd_stops_the_cluster_property(events):
+    cluster = Cluster(settings(lost_seconds=600))
+    cluster.apply(model.InventorySeen(node("n1")), START_MS)
+    now_ms = START_MS
+    for event, seconds in events:
+        now_ms += 1000 * seconds
+        cluster.apply(event, now_ms)
+        snapshot = cluster.snapshot(now_ms)
+        settle(snapshot)
+        plan = plan_cycle(snapshot, policy_from(settings()))
+        dict(plan.waiting)
+        cluster.usage_hours(now_ms)
 
 
 def state_of(snapshot: Snapshot) -> object:
