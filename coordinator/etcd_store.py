@@ -227,12 +227,12 @@ class _Pages:
             self.done = True
             return
         if left:
-            self._gap = max(1, (self._number(keys[-1]) - self._number(self.start)) // len(keys))
+            self._gap = max(1, (self._number(keys[-1]) - self._number(keys[0])) // len(keys))
             self.start = keys[-1] + b"\0"
         else:
             self.start = self.bound
             if len(keys) < self.size // 2:
-                self._gap *= 4 if keys else 1 << 32  # an empty range ends a folder: the next is far away
+                self._gap *= 4 if keys else 256  # an empty range ends a folder, and the next is far away
         if keys:
             fitting = PAGE_BYTES * len(keys) // max(1, page_bytes)
             self.size = min(LARGEST_PAGE_KEYS, max(SMALLEST_PAGE_KEYS, fitting))
