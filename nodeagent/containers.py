@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +20,13 @@ import docker
 import docker.errors
 import requests.exceptions
 import urllib3.exceptions
-from docker.utils import parse_repository_tag
+from docker.constants import DEFAULT_DOCKER_API_VERSION
+from docker.utils import parse_repository_tag, version_lt
 
 from jobspecs.container import LABEL_ATTEMPT, LABEL_CLUSTER, LABEL_JOB, LABEL_TASK, ContainerSettings, Grant
 from jobspecs.render import docker_arguments
 from nodeagent.blocking import StreamBroken, in_thread, stream_items, to_end
+from nodeagent.container_facts import has_cdi_spec, has_dropped, observed_task
 from nodeagent.container_output import read_output
 from nodeagent.runner import (
     KILL_CONFIRM_SECONDS,
@@ -38,7 +40,6 @@ from nodeagent.runner import (
     StopUnconfirmed,
     TaskKey,
     grant_labels,
-    slices_of,
 )
 from vgpu.reasons import ReasonCode
 
@@ -67,14 +68,25 @@ class DockerRunner:
 
     name = "docker"
 
-    def __init__(self, node: str, cluster: str, socket: Path = DEFAULT_SOCKET) -> None:
+    def __init__(
+        self,
+        node: str,
+        cluster: str,
+        engine_socket: Path = DEFAULT_SOCKET,
+        *,
+        call_seconds: int = CALL_SECONDS,
+        kill_confirm_seconds: int = KILL_CONFIRM_SECONDS,
+    ) -> None:
+        self._call_seconds = call_seconds
+        self._kill_confirm_seconds = kill_confirm_seconds
         self._node = node
         self._cluster = cluster
-        self._socket = socket
+        self._socket = engine_socket
         self._client: docker.APIClient | None = None
+        self._version = ""
         self._connecting = threading.Lock()
         self._ids: dict[str, TaskKey] = {}  # container id -> task, as of the last list
-        self._seen: dict[tuple[str, str], ObservedTask] = {}  # (container id, state) -> what an inspect said
+        self._ended: dict[str, ObservedTask] = {}  # by container id
 
     async def list(self) -> tuple[ObservedTask, ...]:
         return await self._call(self._list)
@@ -99,7 +111,6 @@ class DockerRunner:
             with suppress(StreamBroken):
                 async for _ in stream_items(self._open_events):
                     yield
-            yield  # the stream has ended: what happens until the next one is not told
             await asyncio.sleep(EVENT_RETRY_SECONDS)
 
     async def logs(
@@ -111,7 +122,7 @@ class DockerRunner:
 
         def open_output(following: bool, since_ms: int | None) -> AsyncIterator[bytes]:
             def open_stream() -> tuple[Any, Any]:
-                client = self._docker(None)
+                client = self._new_client(None)
                 since = {} if since_ms is None else {"since": since_ms // 1000}
                 wanted = {"stdout": stream == "stdout", "stderr": stream == "stderr"}
                 return client, client.logs(
@@ -122,7 +133,7 @@ class DockerRunner:
 
         try:
             async for chunk in read_output(
-                open_output, has_dropped=_has_dropped(found), follow=follow, tail_bytes=tail_bytes
+                open_output, has_dropped=has_dropped(found), follow=follow, tail_bytes=tail_bytes
             ):
                 yield chunk
         except StreamBroken as error:
@@ -141,7 +152,7 @@ class DockerRunner:
 
     async def probe(self) -> RunnerFacts:
         info = await self._call(lambda: self._docker().info())
-        if info.get("CDISpecDirs") and _has_cdi_spec(info["CDISpecDirs"]):
+        if info.get("CDISpecDirs") and has_cdi_spec(info["CDISpecDirs"]):
             how = "cdi"
         else:
             how = "nvidia-runtime" if "nvidia" in (info.get("Runtimes") or {}) else "devices"
@@ -154,15 +165,46 @@ class DockerRunner:
 
     # --- in worker threads -----------------------------------------------------------------------------------------
 
-    def _docker(self, seconds: int | None = CALL_SECONDS) -> Any:
-        """A client with this read timeout; the one for ordinary calls is shared. `docker` has no types."""
-        url = f"unix://{self._socket}"
-        if seconds != CALL_SECONDS:
-            return docker.APIClient(base_url=url, timeout=seconds)  # type: ignore[arg-type]  # None: no limit
+    def _docker(self) -> Any:
+        """The client for calls that are answered at once. `docker` has no types worth having."""
         with self._connecting:
+            self._reach()
             if self._client is None:
-                self._client = docker.APIClient(base_url=url, timeout=CALL_SECONDS, num_pools=CONNECTIONS)
+                self._version = self._negotiate()
+                self._client = self._new_client(self._call_seconds)
             return self._client
+
+    def _reach(self) -> None:
+        """OSError when nobody listens: the SDK would leave its socket open then."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(self._call_seconds)
+            probe.connect(str(self._socket))
+
+    def _negotiate(self) -> str:
+        """The newest API that both sides speak. Not left to the SDK, whose constructor leaks a socket when the engine
+        does not answer."""
+        client = docker.APIClient(
+            base_url=f"unix://{self._socket}", version=DEFAULT_DOCKER_API_VERSION, timeout=self._call_seconds
+        )
+        try:
+            newest: str = client.version(api_version=False)["ApiVersion"]
+        finally:
+            client.close()
+        return newest if version_lt(newest, DEFAULT_DOCKER_API_VERSION) else DEFAULT_DOCKER_API_VERSION
+
+    def _new_client(self, read_seconds: int | None) -> Any:
+        """One with another limit between two bytes of an answer (None = no limit), to be closed by the caller."""
+        if not self._version:
+            self._docker()
+        self._reach()
+        client = docker.APIClient(
+            base_url=f"unix://{self._socket}",
+            version=self._version,
+            timeout=self._call_seconds,
+            num_pools=CONNECTIONS,
+        )
+        client.timeout = read_seconds  # type: ignore[assignment]
+        return client
 
     def _list(self) -> tuple[ObservedTask, ...]:
         client = self._docker()
@@ -170,17 +212,20 @@ class DockerRunner:
             all=True, filters={"label": [f"{LABEL_CLUSTER}={self._cluster}", LABEL_JOB]}
         )
         ids: dict[str, TaskKey] = {}
-        seen: dict[tuple[str, str], ObservedTask] = {}
+        seen: dict[str, ObservedTask] = {}
         for summary in found:
             key = self._key(summary.get("Labels") or {})
             if key is None:
                 continue
             ids[summary["Id"]] = key
-            state = (summary["Id"], summary["State"])
-            task = self._seen.get(state) or self._look(client, summary["Id"], key)
+            # An ended container does not change any more; of the others the list itself knows less, and later.
+            has_ended = summary["State"] == "exited"
+            task = self._ended.get(summary["Id"]) if has_ended else None
+            task = task or self._look(client, summary["Id"], key)
             if task is not None:
-                seen[state] = task
-        self._ids, self._seen = ids, seen
+                seen[summary["Id"]] = task
+        self._ids = ids
+        self._ended = {id: task for id, task in seen.items() if task.state is Observed.EXITED}
         return tuple(sorted(seen.values(), key=lambda task: task.key))
 
     def _key(self, labels: Mapping[str, str]) -> TaskKey | None:
@@ -194,7 +239,7 @@ class DockerRunner:
 
     def _look(self, client: Any, id: str, key: TaskKey) -> ObservedTask | None:
         try:
-            return _observed(client.inspect_container(id), key, self._node)
+            return observed_task(client.inspect_container(id), key, self._node)
         except docker.errors.NotFound:
             return None  # removed since the list was made
 
@@ -228,7 +273,7 @@ class DockerRunner:
 
     def _pull(self, image: str) -> None:
         repository, tag = parse_repository_tag(image)
-        client = self._docker(PULL_SECONDS)
+        client = self._new_client(PULL_SECONDS)
         try:
             # Without a tag the engine would fetch every tag there is.
             for line in client.pull(repository, tag=tag or "latest", stream=True, decode=True):
@@ -271,7 +316,7 @@ class DockerRunner:
         if found is None or not found["State"]["Running"]:
             return
         # The engine answers when the container has ended; the SDK adds the grace to this limit.
-        client = self._docker(KILL_CONFIRM_SECONDS)
+        client = self._new_client(self._kill_confirm_seconds)
         try:
             client.stop(found["Id"], timeout=grace_seconds)
         except docker.errors.NotFound:
@@ -293,58 +338,32 @@ class DockerRunner:
             raise RunnerUnavailable(f"{key} could not be removed: {_said(error)}") from error
 
     def _open_events(self) -> tuple[Any, Any]:
-        client = self._docker(None)
+        client = self._new_client(None)
         filters = {"type": "container", "label": f"{LABEL_CLUSTER}={self._cluster}"}
-        return client, client.events(filters=filters, decode=True)
+        return client, _Announced(client.events(filters=filters, decode=True))
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:
             return await in_thread(work)
-        except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
+            self._client, client = None, self._client  # it may come back as another version
+            if client is not None:
+                client.close()
             raise RunnerUnavailable(f"the Docker Engine at {self._socket}: {error}") from error
 
 
-def _observed(found: Mapping[str, Any], key: TaskKey, node: str) -> ObservedTask:
-    state, labels = found["State"], found["Config"].get("Labels") or {}
-    observed = Observed.EXITED
-    if state["Status"] == "created":
-        observed = Observed.CREATED
-    elif state["Running"]:
-        observed = Observed.RUNNING
-    has_ended = observed is Observed.EXITED
-    return ObservedTask(
-        key,
-        observed,
-        exit_code=state["ExitCode"] if has_ended else None,
-        oom_killed=bool(state["OOMKilled"]) and has_ended,
-        started_at_ms=_at_ms(state["StartedAt"]),
-        ended_at_ms=_at_ms(state["FinishedAt"]) if has_ended else None,
-        slices=slices_of(labels),
-        detail=state.get("Error") or "",
-        container=found["Name"].removeprefix("/"),
-        foreign=labels.get(LABEL_NODE) != node,
-    )
+class _Announced:
+    """A stream of events whose first item says that it is open: what happened before it was is not told by it."""
 
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
-def _at_ms(text: str) -> int | None:
-    """From RFC 3339 with nanoseconds; the year 1 is Docker's way to say "not yet"."""
-    if text.startswith("0001-"):
-        return None
-    moment = re.sub(r"(\.\d{1,6})\d*", r"\1", text)
-    return round(datetime.fromisoformat(moment).timestamp() * 1000)
+    def __iter__(self) -> Iterator[Any]:
+        yield {}
+        yield from self._stream
 
-
-def _has_dropped(found: Mapping[str, Any]) -> bool:
-    """Whether the oldest of the rotated log files is there, so that what came before it may be gone."""
-    config = found["HostConfig"].get("LogConfig", {}).get("Config") or {}
-    files = int(config.get("max-file", "1"))
-    path = found.get("LogPath") or ""
-    return bool(path) and files > 1 and Path(f"{path}.{files - 1}").exists()
-
-
-def _has_cdi_spec(folders: list[str]) -> bool:
-    """The engine names its CDI folders also on a machine where nobody wrote a specification of GPUs into them."""
-    return any(Path(folder).glob("*nvidia*") and any(Path(folder).glob("*nvidia*")) for folder in folders)
+    def close(self) -> None:
+        self._stream.close()
 
 
 def _pull_failed(image: str, said: str) -> LaunchFailed:
