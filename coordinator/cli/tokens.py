@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from coordinator.cli import exits, figures
 from coordinator.cli.exits import Stop
-from coordinator.cli.output import Column, Shape, is_terminal, print_list, print_one, say
+from coordinator.cli.output import Column, Shape, print_list, print_one, say
 from coordinator.cli.session import ask, shaped
 
 if TYPE_CHECKING:
@@ -92,18 +93,30 @@ def delete(sha256: str, shape: Shape) -> None:
 
 @click.command()
 @click.option("--etcd", "etcd_urls", metavar="URL[,URL...]", required=True, help="The etcd that Serai uses.")
+@click.option("--etcd-ca", "ca_file", metavar="FILE", default="", help="Its certificate authority (PEM).")
+@click.option("--etcd-cert", "cert_file", metavar="FILE", default="", help="Client certificate (PEM).")
+@click.option(
+    "--etcd-key", "key_file", metavar="FILE", default="", help="Key of the client certificate (PEM)."
+)
+@click.option(
+    "--etcd-user", "user", metavar="NAME:PASSWORD-FILE", default="", help="Login, as for the coordinator."
+)
 @click.option("--tenant", default="", help="Make a token of this tenant instead of an admin one.")
-@click.option("--label", default="bootstrap")
-def bootstrap(etcd_urls: str, tenant: str, label: str) -> None:
+@click.option("--label", default="bootstrap", show_default=True)
+def bootstrap(etcd_urls: str, user: str, tenant: str, label: str, **files: str) -> None:
     """Write a first token straight into etcd, and print it once. Whoever may write to that etcd may do this."""
-    token = asyncio.run(write_token(etcd_urls, tenant=tenant, label=label, at_ms=time.time_ns() // 1_000_000))
-    click.echo(token)
-    if is_terminal():
-        say("the token is not stored: keep it now, for example as SERAI_TOKEN")
+    name, _, password_file = user.partition(":")
+    password = Path(password_file).read_text().strip() if password_file else ""
+    at_ms = time.time_ns() // 1_000_000
+    work = write_token(
+        etcd_urls, tenant=tenant, label=label, at_ms=at_ms, user=name, password=password, **files
+    )
+    click.echo(asyncio.run(work))
+    say("the token is not stored: keep it now, for example as SERAI_TOKEN")
 
 
-async def write_token(etcd_urls: str, *, tenant: str, label: str, at_ms: int) -> str:
-    """A new token, its hash in etcd."""
+async def write_token(etcd_urls: str, *, tenant: str, label: str, at_ms: int, **etcd: str) -> str:
+    """A new token, its hash in etcd. `etcd` are further fields of `EtcdSettings`."""
     from coordinator import records
     from coordinator.etcd_store import EtcdSettings, EtcdStore
     from coordinator.store import Put, StoreError, absent
@@ -114,7 +127,7 @@ async def write_token(etcd_urls: str, *, tenant: str, label: str, at_ms: int) ->
     )
     key = records.token_key(token)
     try:
-        store = EtcdStore(EtcdSettings.from_url(etcd_urls))
+        store = EtcdStore(EtcdSettings.from_url(etcd_urls, **etcd))
     except ValueError as error:
         raise Stop(exits.USAGE, str(error), field="--etcd", value=etcd_urls) from None
     try:
