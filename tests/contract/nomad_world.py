@@ -233,6 +233,10 @@ class World:
         before = self.lists()
         await self.until(lambda: self.lists() >= before + times)
 
+    def looks(self, job: Job) -> int:
+        """How often the allocations of the job were read, which is the last step of a look."""
+        return sum(f"/v1/job/{self.nomad_id(job)}/allocations" in path for _, path in self.web.requests)
+
     def lists(self) -> int:
         return sum(method == "GET" and path.startswith("/v1/jobs") for method, path in self.web.requests)
 

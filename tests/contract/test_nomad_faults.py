@@ -146,7 +146,8 @@ async def test_cancel_while_nomads_scheduler_is_busy(world: World) -> None:
     world.observe(engine)
     await world.launch(engine, job)
     await world.stop(engine, job)
-    await world.until(lambda: sum("/v1/evaluation/" in path for _, path in world.web.requests) > 3)
+    looks = world.looks(job)
+    await world.until(lambda: world.looks(job) >= looks + 3)  # two whole looks with the job stopped
     assert world.nomad_job(job)["Stop"]
     assert world.task(job) is None
     world.fake.hold_scheduler = False
@@ -477,3 +478,43 @@ async def test_jobs_of_others_are_neither_listed_nor_touched(world: World) -> No
     assert [one.job for one in await engine.list()] == [job.id]
     assert [task.job for task in world.records.history if task.job != job.id] == []
     assert not world.fake.jobs["default", "web.shop-1.a1"]["Stop"]
+
+
+async def test_stop_after_a_register_without_an_answer_waits_for_the_time_of_grace(world: World) -> None:
+    """Nomad may still carry it out, so that it is not there says nothing yet."""
+    engine, job = world.engine(), world.job(LONG)
+    await world.launch(engine, world.job(LONG))
+    await world.web.stop()
+    with pytest.raises(EngineUnavailable):
+        await world.launch(engine, job)
+    await world.web.start()
+    world.observe(engine)
+    await world.stop(engine, job)
+    await world.until(lambda: world.looks(job) >= 3)
+    assert world.task(job) is None
+    world.now_ms += 10_000
+    assert (await world.until_released(job)).fault == ""
+
+
+async def test_launch_between_two_reads_is_not_taken_for_a_purge(world: World) -> None:
+    world.nodes["n3"] = "00000000-0000-4000-8000-000000000000"
+    engine, job = world.engine(), world.job(LONG, LONG, nodes=("n1", "n3"))
+    await world.launch(engine, job)
+    world.web.answers.append(("GET", f"/v1/job/{world.nomad_id(job)}", 404, "job not found"))
+    world.observe(engine)
+    assert (await world.until_released(job, 1)).fault == "launch_failed"
+    assert (await world.until_released(job, 0)).fault == "sibling_failed"
+    assert world.web.answers == []
+
+
+async def test_the_environment_does_not_lead_the_client_elsewhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "NOMAD_ADDR"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NOMAD_TOKEN", "somebody-else's")
+    monkeypatch.setenv("NOMAD_NAMESPACE", "elsewhere")
+    world.fake.acl = {"": {"list-jobs", "read-job", "submit-job", "agent:read"}}
+    job = world.job(LONG)
+    await world.launch(world.engine(), job)
+    assert world.nomad_job(job)["Namespace"] == "default"
