@@ -26,6 +26,7 @@ from coordinator.placement import Draft, Spot, wait_reason
 from coordinator.queues import Cards, TenantQueue, is_ready, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
+from coordinator.usage import Headroom
 from vgpu.reasons import Reason, ReasonCode
 
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
@@ -60,8 +61,8 @@ def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
     placements: list[Placement] = []
 
     # 2. the bounded wait
-    late = _longest_waiting(snapshot, policy, standings, cards)
     held_for: tuple[str, Reason] | None = None
+    late = _longest_waiting(snapshot, policy, standings, cards)
     if late is not None:
         shape, job = late
         spots = gangs.place(draft, shape, standings.headroom(job.tenant))
@@ -77,31 +78,38 @@ def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
     heapq.heapify(turns)
     while turns and len(placements) < policy.placements_per_cycle:
         tenant = turns[0][-1]
-        queue = queues[tenant]
-        head = queue.first()
+        head = queues[tenant].first()
         if head is None:
             heapq.heappop(turns)
             continue
         # 4. its next job, whole or not at all
         shape, job = head
-        room = standings.headroom(tenant)
-        spots = None
-        if shape not in refused and room.allows(cards.needs(shape).use):
-            spots = gangs.place(draft, shape, room)
-            if spots is None and gangs.place(draft, shape, gangs.NO_LIMIT) is None:
-                refused.add(shape)
+        spots = _spots(shape, draft, standings.headroom(tenant), cards, refused)
         if spots is None:
-            queue.refuse()
+            queues[tenant].refuse()
             continue
         # 5. charged at once
         placements.append(_place(job, spots, draft, standings))
-        queue.take(job)
+        queues[tenant].take(job)
         heapq.heapreplace(turns, standings.turn(tenant))
 
     # 6. everybody else waits, for a reason
     placed = frozenset(placement.job.id for placement in placements)
     waiting = Waiting(snapshot, draft, standings, cards, frozenset(refused), placed, held_for)
     return Plan(snapshot.revision, tuple(placements), waiting, draft.held, held_for[0] if held_for else "")
+
+
+def _spots(
+    shape: Shape, draft: Draft, headroom: Headroom, cards: Cards, refused: set[Shape]
+) -> tuple[Spot, ...] | None:
+    """Where a job of this shape goes, within what its tenant may still hold. A shape for which there is no room
+    whoever asks is refused for the rest of the cycle."""
+    if shape in refused or not headroom.allows(cards.needs(shape).use):
+        return None
+    spots = gangs.place(draft, shape, headroom)
+    if spots is None and gangs.place(draft, shape, gangs.NO_LIMIT) is None:
+        refused.add(shape)
+    return spots
 
 
 def _place(job: Job, spots: Sequence[Spot], draft: Draft, standings: Standings) -> Placement:

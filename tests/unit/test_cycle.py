@@ -1,21 +1,14 @@
-"""One cycle: turns, borrowing, limits, bounded wait, reasons, what can never run; and properties over random mixes."""
+"""One cycle: turns, borrowing, sharing cards, limits, and the reasons of those who wait."""
 
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
 
 import pytest
-from attrs import evolve
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coordinator import model
-from coordinator.cycle import plan_cycle, why_never
-from coordinator.model import Job
-from coordinator.snapshot import Snapshot
-from tests.builders import GIB, START_MS, World, gpu, job, mig, node, piece, report, running, spec
-from tests.invariants import check_plan, check_reason
+from tests.builders import GIB, START_MS, World, job, node, piece, report, running
+from tests.invariants import check_reason
 from vgpu.reasons import ReasonCode as R
 
 CARD = 80 * GIB
@@ -25,7 +18,7 @@ def placed(w: World) -> list[str]:
     return [placement.job.id for placement in w.plan().placements]
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
+# --- turns ---
 
 
 def test_tenants_take_turns_by_priority_and_are_charged_at_once():
@@ -122,7 +115,7 @@ def test_a_placement_says_why_next_and_why_there():
     }
 
 
-# --- sharing a card ----------------------------------------------------------------------------------------------------
+# --- sharing a card ---
 
 
 def test_da2_a_card_is_never_sold_twice():
@@ -174,7 +167,7 @@ def test_fr9_the_quota_counts_every_job_that_is_accepted():
     assert placed(w) == ["cpu"]
 
 
-# --- limits ------------------------------------------------------------------------------------------------------------
+# --- limits ---
 
 
 def test_qt1_usage_counts_every_slice_and_a_limit_is_met_exactly():
@@ -222,116 +215,7 @@ def test_a_limit_counts_the_card_that_is_granted():
     assert placed(w) == ["k"], "what one tenant may not have is still offered to another"
 
 
-# --- what can never run ------------------------------------------------------------------------------------------------
-
-
-def cluster() -> World:
-    w = World(
-        node("n1"),
-        node("n2", gpus=4, memory=40 * GIB, model="NVIDIA A40", labels={"zone": "b"}, cpu=8000),
-        node("n3", [gpu("n3", 0, unavailable="MIG mode"), mig("n3", 0, 1, 16384, 142)], isolations=("mig",)),
-    )
-    w.tenant("a", limit_memory_mib=10 * CARD, limit_compute_milli=20_000)
-    return w
-
-
-@pytest.mark.parametrize(
-    ("of", "code", "numbers"),
-    [
-        (spec(model="H100"), R.NO_SUCH_GPU, {"gpus": 1}),
-        (spec(gpus=9), R.TASK_LARGER_THAN_ANY_NODE, {"gpus": 9, "largest_gpus": 8}),
-        (spec(gpus=5, model="A40"), R.TASK_LARGER_THAN_ANY_NODE, {"gpus": 5, "largest_gpus": 4}),
-        (spec(memory=CARD + 1, compute=1), R.SLICE_LARGER_THAN_ANY_GPU, {"largest_memory_mib": CARD}),
-        (
-            spec(memory=41 * GIB, compute=1, model="A40"),
-            R.SLICE_LARGER_THAN_ANY_GPU,
-            {"memory_mib": 41 * GIB},
-        ),
-        (spec(cpu=128_001), R.TASK_LARGER_THAN_ANY_NODE, {"largest_cpu_milli": 128_000}),
-        (
-            spec(node_memory=1024 * GIB + 1),
-            R.TASK_LARGER_THAN_ANY_NODE,
-            {"largest_node_memory_mib": 1024 * GIB},
-        ),
-        (spec(cpu=9000, model="A40"), R.TASK_LARGER_THAN_ANY_NODE, {"cpu_milli": 9000}),
-        (spec(gpus=8, count=2, model="A100"), R.JOB_LARGER_THAN_LIMIT, {"limit_memory_mib": 10 * CARD}),
-        (
-            spec(gpus=8, count=2, tenant="b"),
-            R.JOB_LARGER_THAN_CLUSTER,
-            {"tasks": 2, "gpus": 16, "cluster_gpus": 13},
-        ),
-        (spec(constraints={"zone": "nowhere"}), R.LABELS_DIFFER, {"nodes": 3}),
-        (spec(gpus=5, constraints={"zone": "b"}), R.TASK_LARGER_THAN_ANY_NODE, {"largest_gpus": 4}),
-        (spec(memory=1024, compute=100, isolation="no-such"), R.NO_ISOLATION, {}),
-        (spec(gpus=11, memory=CARD, compute=1000), R.JOB_LARGER_THAN_LIMIT, {"needed_memory_mib": 11 * CARD}),
-    ],
-)
-def test_qf2_what_can_never_run_says_why(of, code, numbers):
-    reason = why_never(of, cluster().snapshot())
-    assert reason is not None
-    assert reason.code is code
-    assert {name: reason.numbers.get(name) for name in numbers} == numbers
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        spec(gpus=8),
-        spec(gpus=6, count=1),
-        spec(gpus=4, count=2),
-        spec(gpus=4, constraints={"zone": "b"}),
-        spec(memory=16000, compute=100, isolation="mig"),
-        spec(gpus=0, cpu=1),
-    ],
-)
-def test_what_can_run_some_day_is_not_refused(of):
-    w = cluster()
-    assert why_never(of, w.snapshot()) is None
-    w.submit(*(running(f"r{n}", "n1", [piece(f"GPU-n1-{n}")], tenant="c") for n in range(8)))
-    w.see(model.ReportGone("n2"), model.AdminSeen(model.NodeAdmin("n3", cordoned=True)))
-    assert why_never(of, w.snapshot()) is None, "busy, down and cordoned nodes count as there"
-
-
-def test_qf2_two_tasks_of_six_are_fine_where_one_of_twelve_is_not():
-    w = World(node("n1"), node("n2"))
-    assert why_never(spec(gpus=12), w.snapshot()).code is R.TASK_LARGER_THAN_ANY_NODE
-    assert why_never(spec(gpus=6, count=2), w.snapshot()) is None
-
-
-def test_qf2_the_only_large_node_is_down():
-    w = World(node("n1"), node("n2", gpus=2))
-    w.see(model.ReportGone("n1"))
-    w.submit(job("j", gpus=8))
-    reason = w.plan().waiting["j"]
-    assert reason.numbers["node_not_ready"] == 1
-    assert reason.code in (R.NODE_NOT_READY, R.NOT_ENOUGH_IDLE_GPUS)
-
-
-def test_nothing_is_refused_before_a_node_is_known():
-    """FR-5: unknown, not too large."""
-    assert why_never(spec(gpus=99), World().snapshot()) is None
-
-
-def test_qf1_an_impossible_job_is_told_and_blocks_nobody():
-    w = World(node("n1", gpus=4))
-    w.submit(job("j1", 0, gpus=6, priority=9), job("j2", 1))
-    plan = w.plan()
-    assert [p.job.id for p in plan.placements] == ["j2"]
-    assert plan.waiting["j1"].code is R.TASK_LARGER_THAN_ANY_NODE
-
-
-def test_qt7_a_limit_lowered_after_the_submit_makes_it_impossible_and_raised_again_possible():
-    w = World(node("n1"))
-    w.tenant("a", limit_memory_mib=4 * CARD)
-    w.submit(job("j", gpus=5))
-    reason = w.plan().waiting["j"]
-    assert reason.code is R.JOB_LARGER_THAN_LIMIT
-    assert (reason.numbers["needed_memory_mib"], reason.numbers["limit_memory_mib"]) == (5 * CARD, 4 * CARD)
-    w.tenant("a", limit_memory_mib=5 * CARD)
-    assert w.cycle() == ["j"]
-
-
-# --- reasons -----------------------------------------------------------------------------------------------------------
+# --- reasons ---
 
 
 def test_every_kind_of_wait_has_its_reason():
@@ -357,240 +241,3 @@ def test_every_kind_of_wait_has_its_reason():
         plan.waiting["first"]
     with pytest.raises(KeyError):
         plan.waiting["no such job"]
-
-
-# --- the bounded wait --------------------------------------------------------------------------------------------------
-
-
-def test_qf3_a_large_job_starts_within_a_bound_under_a_steady_flow_of_small_ones():
-    """Eight GPUs always full of jobs of 10 minutes; a job of 8 waits from the start. Without the bound it would wait
-    for ever; a job for another model of GPU is not held up."""
-    w = World(node("n1"), node("l4", gpus=1, memory=24 * GIB, model="NVIDIA L4"), max_wait_seconds=3600)
-    w.submit(
-        *(job(f"s{n:04}", model="A100") for n in range(8)), job("big", 1, gpus=8, model="A100", tenant="z")
-    )
-    ends_at: dict[str, int] = {}
-    started = number = 8
-    for minute in range(0, 180):
-        w.now = 60 * minute
-        for id in [id for id, end in ends_at.items() if end <= minute]:
-            w.end(id)
-            del ends_at[id]
-        while number < started + 2:
-            w.submit(job(f"s{number:04}", w.now, model="A100"))
-            number += 1
-        for id in w.cycle():
-            # Ends are spread, so that the node is never empty by chance.
-            ends_at[id] = minute + 10 - (int(id[1:]) % 3 if id != "big" else 0)
-            started = max(started, number)
-        if "big" in ends_at:
-            break
-        if minute == 65:
-            plan = w.plan()
-            assert (plan.held_for, plan.held) == ("big", {"n1"})
-            reason = plan.waiting[f"s{number - 1:04}"]
-            assert (reason.code, reason.subjects) == (R.HELD_FOR_LONG_WAIT, ("big",))
-            assert plan.waiting["big"].code is R.NOT_ENOUGH_IDLE_GPUS
-            w.submit(job("l4-job", w.now, model="L4"))
-            assert "l4-job" in w.cycle()
-    assert 60 <= minute <= 71, f"big started after {minute} minutes"
-
-
-def test_without_the_bound_it_starves():
-    """The control of the test above: the same flow, and no bound in reach."""
-    w = World(node("n1"), max_wait_seconds=10**6)
-    w.submit(job("big", 0, gpus=8), *(job(f"s{n}", 1) for n in range(4)))
-    running_now = w.cycle()
-    for turn in range(1, 50):
-        w.now = 600 * turn
-        w.submit(*(job(f"t{turn}-{n}", w.now) for n in range(4)))
-        for id in running_now[:2]:
-            w.end(id)
-        running_now = running_now[2:] + w.cycle()
-    assert "big" in w.snapshot().waiting_jobs
-
-
-def test_the_node_that_frees_soonest_is_held():
-    w = World(node("n1"), node("n2"), node("n3"), max_wait_seconds=100)
-    for name, limit in (("n1", None), ("n2", 900), ("n3", 5000)):
-        w.submit(running(f"r-{name}", name, [piece(f"GPU-{name}-0")], max_runtime_seconds=limit, tenant="b"))
-    w.submit(job("big", gpus=8))
-    w.now = 100
-    plan = w.plan()
-    assert plan.held == {"n2"}
-    w.submit(job("small", 100), job("bigger", 100, gpus=7))
-    plan = w.plan()
-    assert {n for p in plan.placements for n in p.allocation.nodes} <= {"n1", "n3"}
-
-
-def test_a_gang_is_held_as_many_nodes_as_it_needs():
-    w = World(*(node(f"n{n}") for n in range(4)), max_wait_seconds=100)
-    w.submit(*(running(f"r{n}", f"n{n}", [piece(f"GPU-n{n}-0")], tenant="b") for n in range(3)))
-    w.submit(job("gang", gpus=8, count=2))
-    w.now = 100
-    plan = w.plan()
-    assert len(plan.held) == 2
-    assert "n3" in plan.held, "the empty one is the first to be kept"
-
-
-def test_qf7_a_hold_ends_with_its_job_and_is_not_given_to_what_can_never_run():
-    w = World(node("n1"), max_wait_seconds=100)
-    w.submit(running("r", "n1", [piece("GPU-n1-0")], tenant="b"), job("big", gpus=8), job("never", gpus=9))
-    w.now = 100
-    w.submit(job("small", 100))
-    assert w.plan().held_for == "big"
-    assert placed(w) == []
-    w.see(model.JobGone("big", "queue"))
-    plan = w.plan()
-    assert (plan.held, plan.held_for) == (frozenset(), "")
-    assert [p.job.id for p in plan.placements] == ["small"]
-
-
-def test_no_hold_for_a_job_beyond_its_tenants_limit():
-    w = World(node("n1"), max_wait_seconds=100)
-    w.tenant("a", limit_memory_mib=8 * CARD)
-    w.submit(running("r", "n1", [piece("GPU-n1-0")]), job("big", gpus=8))
-    w.now = 100
-    assert w.plan().held_for == ""
-
-
-# --- properties ----------------------------------------------------------------------------------------------------------
-
-sizes = st.one_of(
-    st.builds(lambda n: {"gpus": n}, st.integers(0, 4)),
-    st.builds(
-        lambda n, m: {"gpus": n, "model": m}, st.integers(1, 2), st.sampled_from(["A100", "T4", "H100"])
-    ),
-    st.builds(
-        lambda m, c, n: {"memory": m * GIB, "compute": c, "gpus": n},
-        st.integers(1, 90),
-        st.integers(1, 1000),
-        st.integers(1, 3),
-    ),
-    st.builds(lambda c: {"compute": c}, st.integers(1, 999)),
-)
-mixes = st.lists(
-    st.tuples(
-        st.sampled_from("abc"),
-        sizes,
-        st.integers(1, 3),
-        st.integers(-1, 1),
-        st.integers(0, 50),
-        st.integers(1, 60_000),
-    ),
-    min_size=4,
-    max_size=30,
-)
-
-
-def mix_jobs(mix: list[tuple[str, dict[str, int], int, int, int, int]]) -> list[Job]:
-    return [
-        job(f"j{n:02}", age, tenant=tenant, count=count, priority=priority, cpu=cpu, **size)
-        for n, (tenant, size, count, priority, age, cpu) in enumerate(mix)
-    ]
-
-
-def mix_world(**changes: object) -> World:
-    w = World(
-        node("n1", gpus=4, labels={"rack": "r1"}),
-        node("n2", gpus=2, groups=(), labels={"rack": "r1"}),
-        node("n3", gpus=2, memory=16 * GIB, model="T4"),
-        node(
-            "n4", [gpu("n4", 0, unavailable="MIG mode"), *(mig("n4", 0, 1 + n, 16384, 142) for n in range(3))]
-        ),
-        **changes,
-    )
-    w.tenant("a", 4 * CARD, limit_memory_mib=6 * CARD)
-    w.tenant("b", 2 * CARD, limit_compute_milli=3500, weight=2)
-    w.tenant("c", 0, weight=0)
-    return w
-
-
-SEEN: Counter[str] = Counter()
-
-
-@settings(max_examples=120, deadline=None)
-@given(mixes, st.randoms(use_true_random=False))
-def test_invariants_hold_over_random_mixes_property(mix, random: Random):
-    """Jobs come, run, end well or badly and are cancelled in random order; every step is checked by `World`."""
-    w = mix_world(max_wait_seconds=60)
-    waiting = mix_jobs(mix)
-    while waiting or w.cluster.live_jobs:
-        w.now += 20
-        for one in waiting[:12]:
-            w.submit(evolve(one, submitted_at_ms=w.now_ms, queued_at_ms=w.now_ms))
-        waiting = waiting[12:]
-        ids = w.cycle()
-        SEEN["placed"] += len(ids)
-        SEEN["gang"] += sum(w.live(id).spec.task_count > 1 for id in ids)
-        SEEN["waited"] += len(w.cluster.waiting_jobs)
-        SEEN["held"] += w.plan().held_for != ""
-        live = sorted(w.cluster.live_jobs)
-        for id in random.sample(live, min(len(live), 1)):
-            w.run(id)
-            w.now += 1
-            w.end(id, random.choice((0, 0, 1)))
-        plan = w.plan()
-        for reason in plan.waiting.values():
-            SEEN[reason.code.value] += 1
-
-
-def test_the_property_above_was_not_vacuous():
-    if not SEEN:
-        pytest.skip("the property did not run")
-    wanted = ("placed", "gang", "waited", "held", "not_enough_idle_gpus", "over_limit", "no_such_gpu")
-    assert all(SEEN[name] > 0 for name in wanted), SEEN
-
-
-def shuffled(snapshot: Snapshot, random: Random) -> Snapshot:
-    def mixed(mapping):
-        items = list(mapping.items())
-        random.shuffle(items)
-        return dict(items)
-
-    return evolve(
-        snapshot,
-        nodes=mixed(snapshot.nodes),
-        jobs=mixed(snapshot.jobs),
-        waiting_jobs=mixed(snapshot.waiting_jobs),
-        lines=mixed({tenant: mixed(lines) for tenant, lines in snapshot.lines.items()}),
-        tenants=mixed(snapshot.tenants),
-        held=mixed(snapshot.held),
-        usage=mixed(snapshot.usage),
-        tasks=mixed(snapshot.tasks),
-    )
-
-
-@settings(max_examples=60, deadline=None)
-@given(mixes, st.randoms(use_true_random=False))
-def test_a_plan_is_equal_under_shuffled_input_property(mix, random: Random):
-    w = mix_world()
-    jobs = mix_jobs(mix)
-    w.submit(*jobs[: len(jobs) // 2])
-    w.cycle()
-    w.now = 60
-    w.submit(*jobs[len(jobs) // 2 :])
-    snapshot = w.snapshot()
-    first = plan_cycle(snapshot, w.policy)
-    second = plan_cycle(shuffled(snapshot, random), w.policy)
-    check_plan(snapshot, second)
-    assert first.placements == second.placements
-    assert first.held == second.held
-    assert dict(first.waiting) == dict(second.waiting)
-
-
-@given(mixes)
-@settings(max_examples=40, deadline=None)
-def test_what_was_placed_could_run_and_what_never_can_was_not_property(mix):
-    w = mix_world()
-    w.submit(*mix_jobs(mix))
-    snapshot = w.snapshot()
-    plan = plan_cycle(snapshot, w.policy)
-    for placement in plan.placements:
-        assert why_never(placement.job.spec, snapshot) is None
-    empty = mix_world().snapshot()
-    for one in snapshot.waiting_jobs.values():
-        alone = mix_world()
-        alone.submit(one)
-        fits = bool(plan_cycle(alone.snapshot(), alone.policy).placements)
-        assert fits is (why_never(one.spec, empty) is None), "alone it runs exactly if it can ever run"

@@ -1,4 +1,4 @@
-"""Where one task goes: every filter with its reason, the three classes of score, ties, isolation, MIG."""
+"""Where one task goes: every filter with its reason, the three classes of score, ties, the draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coordinator.placement import Draft, Spot, empty_draft, wait_reason
 from coordinator.snapshot import shape_of
 from coordinator.usage import Headroom
 from jobspecs.spec import JobSpec
-from tests.builders import GIB, START_MS, World, gpu, mig, node, piece, report, running, spec
+from tests.builders import GIB, START_MS, World, node, piece, report, running, spec
 from vgpu.inventory import NodeInventory
 from vgpu.reasons import ReasonCode as R
 
@@ -44,7 +44,7 @@ def where(w: World, of: JobSpec) -> tuple[str, tuple[int, ...]] | None:
     return (spot.node, spot.found.gpus) if spot else None
 
 
-# --- filters, in their order ---------------------------------------------------------------------------------------------
+# --- filters, in their order ---
 
 
 def refused(w: World, of: JobSpec) -> dict[str, int]:
@@ -154,7 +154,7 @@ def test_no_nodes_is_a_reason():
     assert wait_reason(shape_of(spec()), Draft(World().snapshot())).code is R.NO_NODES
 
 
-# --- less than one GPU: least fragmentation --------------------------------------------------------------------------------
+# --- less than one GPU: least fragmentation ---
 
 
 def test_a_fraction_goes_to_a_broken_gpu_that_it_fills_best():
@@ -197,7 +197,7 @@ def test_all_memory_and_a_part_of_the_compute_needs_a_card_with_all_its_memory()
     assert (placed.slices[0].memory_mib, placed.slices[0].compute_milli) == (80 * GIB, 500)
 
 
-# --- exactly one GPU -------------------------------------------------------------------------------------------------------
+# --- exactly one GPU ---
 
 
 def test_one_gpu_goes_to_the_most_remote_node():
@@ -242,7 +242,7 @@ def test_then_the_fullest_node_and_then_the_name():
     assert where(world(node("n2"), node("n1")), spec()) == ("n1", (0,))
 
 
-# --- more than one GPU -------------------------------------------------------------------------------------------------------
+# --- more than one GPU ---
 
 
 def test_several_gpus_are_the_set_of_least_communication_cost():
@@ -273,87 +273,14 @@ def test_fr11_slices_of_one_task_are_on_distinct_gpus():
     assert place(world(node("n1", gpus=1)), spec(gpus=2, memory=1024, compute=10)) is None
 
 
-# --- without a GPU -------------------------------------------------------------------------------------------------------------
+# --- without a GPU ---
 
 
 def test_a_task_without_a_gpu_goes_where_the_fewest_are():
     assert where(world(node("a"), node("b", gpus=0), node("c", gpus=2)), spec(gpus=0)) == ("b", ())
 
 
-# --- isolation -------------------------------------------------------------------------------------------------------------------
-
-
-def isolation_of(w: World, of: JobSpec) -> str | None:
-    spot = place(w, of)
-    return spot.found.isolations[0] if spot else None
-
-
-def test_isolation_is_chosen_beside_what_is_on_the_gpu():
-    w = world(node("n1", gpus=1))
-    assert isolation_of(w, spec()) == "exclusive"
-    assert isolation_of(w, spec(memory=1024, compute=100)) == "mps"
-    w.submit(running("t", "n1", [piece("GPU-n1-0", 1024, 100, "timeslice")]))
-    assert isolation_of(w, spec(memory=1024, compute=100)) == "timeslice"
-    assert isolation_of(w, spec(memory=1024, compute=100, isolation="mps")) is None
-    assert refused(w, spec(memory=1024, compute=100, isolation="mps")) == {"no_isolation": 1}
-
-
-def test_an_isolation_asked_for_finds_the_gpu_that_can():
-    w = world(node("n1", gpus=2), jobs=(running("t", "n1", [piece("GPU-n1-0", 1024, 100, "timeslice")]),))
-    assert where(w, spec(memory=1024, compute=100, isolation="mps")) == ("n1", (1,))
-
-
-# --- MIG ---------------------------------------------------------------------------------------------------------------------------
-
-
-def mig_node() -> NodeInventory:
-    """Card 0 in MIG mode with instances of the sizes that NVML gives, card 1 whole."""
-    sizes = [(16384, 142), (33280, 285), (71424, 428)]
-    instances = [mig("n1", 0, 2 + n, memory, compute) for n, (memory, compute) in enumerate(sizes)]
-    return node("n1", [gpu("n1", 0, unavailable="GPU is in MIG mode"), gpu("n1", 1), *instances])
-
-
-def test_mg1_sizes_are_those_of_nvml():
-    """17000 MiB do not go into an instance of 16384, whatever its profile is called."""
-    assert where(world(mig_node()), spec(memory=17000, compute=100)) == ("n1", (3,))
-    assert where(world(mig_node()), spec(memory=16384, compute=100)) == ("n1", (2,))
-
-
-def test_a_mig_instance_is_given_out_whole():
-    w = world(mig_node())
-    spot = place(w, spec(memory=17000, compute=100))
-    assert spot is not None
-    draft = Draft(w.snapshot())
-    [placed] = draft.placements([spot])
-    assert (placed.slices[0].gpu, placed.slices[0].memory_mib, placed.slices[0].compute_milli) == (
-        "MIG-n1-0-3",
-        33280,
-        285,
-    )
-    assert draft.charge([spot]).memory == 33280, "what is granted is charged, not what was asked for"
-
-
-def test_mg5_a_card_in_mig_mode_and_its_instances_are_never_a_whole_gpu():
-    w = world(mig_node())
-    assert where(w, spec()) == ("n1", (1,))
-    assert place(w, spec(gpus=2)) is None
-    w.submit(whole("w", "n1", 1))
-    assert place(w, spec()) is None
-
-
-def test_mg2_two_slices_may_be_two_instances_of_one_card():
-    instances = [mig("n1", 0, 1 + n, 16384, 142) for n in range(7)]
-    w = world(node("n1", [gpu("n1", 0, unavailable="MIG mode"), *instances]))
-    assert where(w, spec(gpus=2, memory=10_000, compute=100)) == ("n1", (1, 2))
-    assert place(w, spec(gpus=8, memory=10_000, compute=100)) is None
-
-
-def test_an_instance_that_is_taken_is_not_free():
-    w = world(mig_node(), jobs=(running("m", "n1", [piece("MIG-n1-0-3", 33280, 285, "mig")]),))
-    assert where(w, spec(memory=17000, compute=100)) == ("n1", (4,))
-
-
-# --- the draft ------------------------------------------------------------------------------------------------------------------------
+# --- the draft ---
 
 
 def test_a_draft_sees_its_own_placements_and_leaves_the_snapshot_alone():

@@ -1,0 +1,277 @@
+"""What a node can give, and what it cannot: foreign use, faults, leftovers, double claims, silence."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from coordinator import model
+from coordinator.lifecycle import cancelled
+from coordinator.model import NodeAdmin, TaskState
+from coordinator.nodes import NodeStatus
+from tests.builders import GIB, START_MS, World, gpu, job, mig, node, piece, report, running, task
+from vgpu.inventory import GpuProcess, GpuReport
+from vgpu.reasons import ReasonCode
+
+
+def free(world: World, name: str = "n1", index: int = 0) -> tuple[int, int]:
+    view = world.snapshot().nodes[name].gpus[index]
+    return view.memory_free_mib, view.compute_free_milli
+
+
+def closed(world: World, name: str = "n1", index: int = 0) -> ReasonCode | None:
+    reason = world.snapshot().nodes[name].gpus[index].closed
+    return reason.code if reason else None
+
+
+# --- free capacity ---
+
+
+def test_free_is_derived_from_allocations_alone():
+    w = World(node("n1", gpus=2))
+    assert free(w) == (80 * GIB, 1000)
+    w.submit(running("j", "n1", [piece("GPU-n1-0", 10 * GIB, 300, "mps")]))
+    assert free(w) == (70 * GIB, 700)
+    view = w.snapshot().nodes["n1"]
+    assert (view.cpu_free_milli, view.memory_free_mib) == (127_000, 1023 * GIB)
+    assert [(h.job, h.tenant) for h in view.gpus[0].holdings] == [("j", "a")]
+    w.see(model.JobGone("j", "jobs"))
+    assert free(w) == (80 * GIB, 1000)
+
+
+def test_da6_use_outlives_the_records_of_its_node():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.InventoryGone("n1"))
+    assert w.snapshot().nodes["n1"].gpus == ()
+    w.add(node("n1", gpus=1))
+    assert free(w) == (0, 0)
+    w.submit(job("j2"))
+    assert w.cycle() == []
+
+
+def test_fr7_only_what_the_driver_leaves_is_given_out():
+    w = World(node("n1", [gpu("n1", 0, memory=15360 - 450, memory_total_mib=15360)]))
+    w.submit(*(job(f"j{n:02}", memory=1024, compute=50) for n in range(15)))
+    assert len(w.cycle()) == 14
+
+
+def test_foreign_memory_is_not_free():
+    w = World(node("n1", gpus=2))
+    w.see(model.ReportSeen(report("n1", foreign={"GPU-n1-0": 3000})))
+    assert free(w) == (80 * GIB - 3000, 1000)
+    view = w.snapshot().nodes["n1"].gpus[0]
+    assert (view.foreign_memory_mib, view.is_idle) == (3000, False)
+
+
+def test_a_foreign_process_of_unknown_size_closes_the_gpu():
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, None),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+
+
+@pytest.mark.parametrize(("used", "expected"), [(300, 0), (None, 0), (900, 900)])
+def test_without_a_list_of_processes_use_of_an_empty_gpu_is_foreign(used, expected):
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", memory_used_mib=used, processes=None)
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert w.snapshot().nodes["n1"].gpus[0].foreign_memory_mib == expected
+
+
+def test_our_own_processes_are_not_foreign():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0", 10 * GIB, 300, "mps")]))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 9000, "j.1.0"),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert free(w) == (70 * GIB, 700)
+
+
+def test_unhealthy_and_unavailable_gpus_are_not_offered():
+    w = World(node("n1", [gpu("n1", 0), gpu("n1", 1, unavailable="lost"), gpu("n1", 2)]))
+    w.see(model.ReportSeen(report("n1", faults={"GPU-n1-0": "Xid 79"})))
+    assert closed(w, index=0) is ReasonCode.GPU_UNHEALTHY
+    assert closed(w, index=1) is ReasonCode.GPU_UNHEALTHY
+    w.submit(*(job(f"j{n}") for n in range(3)))
+    assert len(w.cycle()) == 1
+    assert w.where("j0") == ["GPU-n1-2"]
+    w.see(model.ReportSeen(report("n1", START_MS + 1)))
+    assert w.cycle() == ["j1"], "well again"
+
+
+def test_a_fault_of_a_card_closes_its_mig_instances():
+    w = World(node("n1", [gpu("n1", 0, unavailable="MIG mode"), mig("n1", 0, 1, 16384, 142)]))
+    w.see(model.ReportSeen(report("n1", faults={"GPU-n1-0": "Xid 79"})))
+    assert closed(w, index=1) is ReasonCode.GPU_UNHEALTHY
+
+
+# --- what exists on a node without a live allocation ---
+
+
+def test_da1_a_gpu_is_taken_until_the_end_on_it_is_confirmed():
+    """Full node of four jobs of two GPUs. Cancel one; its successor gets exactly its GPUs, and not before."""
+    w = World(node("n1"))
+    w.submit(*(job(f"j{n}", gpus=2) for n in range(4)))
+    w.cycle()
+    uuids = w.where("j1")
+    w.put(cancelled(w.live("j1"), w.now_ms))
+    w.settle()
+    w.submit(job("j5", gpus=2))
+    assert w.cycle() == [], "asked to stop is not stopped"
+    w.see(model.TaskSeen(task(w.live("j1"), state=TaskState.EXITED, exit_code=143, released=False)))
+    w.settle()
+    assert w.cycle() == [], "a process of it is left"
+    w.see(model.TaskSeen(task(w.live("j1"), state=TaskState.EXITED, exit_code=143)))
+    w.settle()
+    assert w.cycle() == ["j5"]
+    assert sorted(w.where("j5")) == sorted(uuids)
+
+
+def test_what_a_node_still_has_without_a_live_job_is_not_free():
+    w = World(node("n1", gpus=2))
+    w.see(model.ReportSeen(report("n1", held={"old.1.0": ("GPU-n1-0",)})))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+    assert free(w, index=1) == (80 * GIB, 1000)
+    w.see(model.ReportSeen(report("n1", START_MS + 1)))
+    assert closed(w) is None
+
+
+def test_da9_a_task_on_another_gpu_than_it_was_given_closes_that_gpu():
+    w = World(node("n1", gpus=2))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.ReportSeen(report("n1", held={"j.1.0": ("GPU-n1-1",)})))
+    assert closed(w, index=1) is ReasonCode.GPU_OCCUPIED
+    assert w.snapshot().nodes["n1"].gpus[1].closed.subjects == ("GPU-n1-1", "j.1.0")
+
+
+def test_a_process_of_an_attempt_that_is_over_keeps_its_gpu():
+    w = World(node("n1", gpus=1))
+    seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 100, "old.1.0"),))
+    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+
+
+def test_lk10_a_report_older_than_a_confirmed_end_says_nothing_about_it():
+    w = World(node("n1", gpus=1))
+    w.submit(job("j"), job("k", 1))
+    w.cycle()
+    w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
+    w.now = 4
+    w.end("j")
+    assert w.cycle() == ["k"], "free at once, not after the next report"
+
+
+def test_a_report_after_the_end_that_still_has_it_counts():
+    w = World(node("n1", gpus=1))
+    w.submit(job("j"), job("k", 1))
+    w.cycle()
+    w.now = 4
+    w.end("j")
+    w.now = 5
+    w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
+    assert w.cycle() == []
+    assert closed(w) is ReasonCode.GPU_OCCUPIED
+
+
+# --- identity ---
+
+
+def test_da9_id2_a_gpu_that_two_nodes_claim_is_given_to_nobody():
+    w = World(node("n1", gpus=2))
+    w.add(node("n2", [gpu("n1", 0), gpu("n2", 1)]))
+    assert closed(w, "n1", 0) is ReasonCode.GPU_CLAIMED_TWICE
+    assert closed(w, "n2", 0) is ReasonCode.GPU_CLAIMED_TWICE
+    assert closed(w, "n1", 1) is None
+    w.see(model.InventoryGone("n2"))
+    assert closed(w, "n1", 0) is None
+
+
+def test_id2_a_node_that_came_back_under_another_name_has_its_gpus_once_the_old_one_is_given_up():
+    w = World(node("old", gpus=1), lost_seconds=600)
+    w.see(model.ReportGone("old"))
+    w.add(node("new", [gpu("old", 0)]))
+    assert closed(w, "new") is ReasonCode.GPU_CLAIMED_TWICE
+    w.now = 600
+    assert closed(w, "new") is None
+
+
+def test_id2_a_node_that_registers_again_is_one_node():
+    w = World(node("n1", gpus=1))
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.InventorySeen(node("n1", gpus=1, machine_id="other", engine_node_id="new-id")))
+    assert list(w.snapshot().nodes) == ["n1"]
+    assert free(w) == (0, 0)
+
+
+# --- status ---
+
+
+def test_a_node_is_ready_unknown_and_lost():
+    w = World(node("n1"), lost_seconds=600)
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+    w.now = 10
+    w.see(model.ReportGone("n1"))
+    w.now = 609
+    assert w.snapshot().nodes["n1"].status is NodeStatus.UNKNOWN
+    w.now = 610
+    view = w.snapshot().nodes["n1"]
+    assert view.status is NodeStatus.LOST
+    assert view.status_reason.numbers == {"silent_seconds": 600}
+    w.see(model.ReportSeen(report("n1")))
+    assert w.snapshot().nodes["n1"].status is NodeStatus.READY
+
+
+def test_tp4_a_silent_node_gets_no_work_and_keeps_what_it_has():
+    w = World(node("n1", gpus=2), lost_seconds=600)
+    w.submit(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.ReportGone("n1"))
+    w.now = 90
+    w.submit(job("k"))
+    assert w.cycle() == []
+    w.see(model.ReportSeen(report("n1", w.now_ms)))
+    assert w.settle() == ()
+    assert w.live("j").allocation.nodes == ("n1",)
+    assert w.cycle() == ["k"]
+
+
+def test_le3_a_new_leader_gives_every_node_its_full_grace():
+    """Fifty nodes whose leases have all run out: the silence before the take-over does not count."""
+    w = World(lost_seconds=600)
+    w.now = 10_000
+    for n in range(50):
+        w.see(model.InventorySeen(node(f"n{n:02}", gpus=1)))
+        w.submit(running(f"j{n:02}", f"n{n:02}", [piece(f"GPU-n{n:02}-0")], retries=1))
+    w.cluster.lead(w.now_ms)
+    assert {view.status for view in w.snapshot().nodes.values()} == {NodeStatus.UNKNOWN}
+    w.now += 599
+    assert w.settle() == (), "no job is moved"
+    w.now += 1
+    assert len(w.settle()) == 50
+
+
+def test_le3_a_standby_that_takes_over_starts_the_grace_anew():
+    w = World(node("n1"), lost_seconds=600)
+    w.see(model.ReportGone("n1"))
+    w.now = 500
+    w.snapshot()
+    w.cluster.lead(w.now_ms)
+    w.now = 700
+    assert w.snapshot().nodes["n1"].status is NodeStatus.UNKNOWN
+    w.now = 1100
+    assert w.snapshot().nodes["n1"].status is NodeStatus.LOST
+
+
+def test_an_administrator_cordons_and_labels():
+    w = World(node("n1", labels={"zone": "a", "rack": "r1"}))
+    w.see(model.AdminSeen(NodeAdmin("n1", cordoned=True, labels={"zone": "b"})))
+    view = w.snapshot().nodes["n1"]
+    assert view.is_cordoned
+    assert view.labels == {"zone": "b", "rack": "r1"}
+    w.see(model.AdminGone("n1"))
+    assert not w.snapshot().nodes["n1"].is_cordoned
+
+
+def test_a_node_without_records_use_or_grants_is_forgotten():
+    w = World(node("n1"))
+    w.see(model.ReportGone("n1"), model.InventoryGone("n1"))
+    assert w.snapshot().nodes == {}
