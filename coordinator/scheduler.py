@@ -108,7 +108,9 @@ class Scheduler:
         """Until something changed, or time alone changes something."""
         timeout = None if self._due_ms is None else max(0.0, (self._due_ms - self._clock_ms()) / 1000)
         try:
-            await asyncio.wait_for(self._replica.wait_for_change(changes_seen), timeout)
+            # Not wait_for: on Python 3.11 it can swallow a cancellation that comes as the change does.
+            async with asyncio.timeout(timeout):
+                await self._replica.wait_for_change(changes_seen)
         except TimeoutError:
             return
         await asyncio.sleep(DEBOUNCE_SECONDS)
@@ -217,8 +219,9 @@ class Scheduler:
             while (job := self._live(id, attempt)) is not None:
                 seen = self._replica.changes
                 if job.stop is not None:
-                    await self._try(job, self._engine.stop(id, attempt, job.tenant))
-                    return
+                    if await self._try(job, self._engine.stop(id, attempt, job.tenant)):
+                        return
+                    continue
                 if not launched and self._is_prepared(job):
                     # Read again after each wait: a cancel may have come in between (LK-4).
                     launched = await self._try(
