@@ -175,7 +175,8 @@ class Api:
     async def passed(self, revision: int) -> None:
         """Waits until the replica has passed `revision`, so that the next read shows it; not for ever."""
         try:
-            await asyncio.wait_for(self.replica.wait_for(revision), CATCH_UP_SECONDS)
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                await self.replica.wait_for(revision)
         except TimeoutError:
             return  # the answer carries the revision that it reflects
 

@@ -141,7 +141,8 @@ async def readyz(request: web.Request) -> web.Response:
     if api.revision == 0 or not api.replica.connected:
         raise unavailable("starting", "the state of the cluster is being read, or the watch of it is broken")
     try:
-        await asyncio.wait_for(api.store.get(records.LEADER), _READY_SECONDS)
+        async with asyncio.timeout(_READY_SECONDS):
+            await api.store.get(records.LEADER)
     except (StoreError, TimeoutError) as error:
         raise unavailable("store_unavailable", f"the store does not answer: {error}") from error
     return answer({"status": "ready", "revision": api.revision})

@@ -48,7 +48,9 @@ async def follow_events(request: web.Request) -> web.StreamResponse:
 async def _tell(subscription: Subscription, response: web.StreamResponse, comment_seconds: float) -> None:
     while True:
         try:
-            lines = await asyncio.wait_for(subscription.more(), comment_seconds)
+            # Not wait_for, here and elsewhere: that of Python 3.11 can swallow a cancellation.
+            async with asyncio.timeout(comment_seconds):
+                lines = await subscription.more()
         except TimeoutError:
             await response.write(b": still here\n\n")
         else:

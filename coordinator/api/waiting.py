@@ -128,7 +128,8 @@ class WaitingReasons:
         if newest is None:
             return await self._at_least(wanted)
         try:
-            return await asyncio.wait_for(self._at_least(wanted), _PATIENCE_SECONDS)
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                return await self._at_least(wanted)
         except TimeoutError:
             return self._newest or newest
 
