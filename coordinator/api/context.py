@@ -25,6 +25,7 @@ from coordinator.model import Job, JobState, Task
 from coordinator.replica import Replica
 from coordinator.snapshot import Shape, shape_of
 from coordinator.store import Store
+from jobspecs.nomad_job import nomad_refusal
 from jobspecs.spec import JobSpec
 from vgpu.inventory import NodeInventory
 from vgpu.reasons import Reason
@@ -117,7 +118,10 @@ class Api:
         return view.inventory if view else None
 
     def why_never(self, spec: JobSpec, snapshot: Snapshot) -> Reason | None:
-        """`cycle.why_never`, asked once for each tenant and shape of a snapshot."""
+        """Why this cluster would never run it: `cycle.why_never`, asked once for each tenant and shape of a snapshot;
+        and what its engine would not run as it is written."""
+        if self.settings.engine == "nomad" and (refusal := nomad_refusal(spec)) is not None:
+            return refusal
         if self._nevers[0] is not snapshot:
             self._nevers = (snapshot, {})
         known, key = self._nevers[1], (spec.tenant, shape_of(spec))

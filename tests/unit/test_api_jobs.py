@@ -644,3 +644,19 @@ async def _waiting(world: World, id: str) -> tuple[str, bytes]:
     spec = JobSpec("n", "team-a", (TaskSpec(image="i"),))
     job = Job(id, spec, JobState.PENDING, world.clock(), world.clock())
     return records.queue_key("team-a", id), records.encode(job)
+
+
+async def test_what_nomad_would_rewrite_is_refused_at_submit() -> None:
+    """With the Nomad engine only; the value itself is not repeated, it may be a secret."""
+    for engine, status in (("nomad", 422), ("agent", 201)):
+        world = await World.make(engine=engine)
+        await world.put_node()
+        _, tenant, _ = await world.callers()
+        spec = {"name": "x", "image": "i:1", "command": ["true"], "env": {"K": "hunter2 ${node.unique.id}"}}
+        seen, answer, _ = await tenant.call("POST", "/v1/jobs", spec)
+        assert seen == status
+        if status == 422:
+            assert answer["code"] == "engine_refused"
+            assert "env.K" in str(answer)
+            assert "hunter2" not in str(answer)
+        await world.close()
