@@ -304,6 +304,7 @@ async def test_le8_reads_do_not_keep_a_leader(store: MemoryStore, fault: str) ->
             both_held.append(term.is_held)
 
         other.before_txn = look
+        await asyncio.sleep(10.5)  # after several renewals, and between two
         await link.get(LEADER)
         link.reads_are_frozen = True
         setattr(link, fault, True)
@@ -339,6 +340,27 @@ async def test_a_lost_answer_of_the_winning_create_is_found_by_reading_back(stor
     async with leading(link) as term:
         assert len(link.leases) == 1
         assert await holder(store) == term.token.leadership.id
+
+
+async def test_another_ones_key_is_not_taken_for_ones_own(store: MemoryStore) -> None:
+    """The answer is lost, and it would have been a refusal: the key that is read back is another's."""
+    link = Link(store)
+    winner = await stand(Link(store), "winner")
+    held = await store.get(LEADER)
+    assert held is not None
+    await store.txn([], [Delete(LEADER)])
+
+    async def too_late(compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
+        await store.txn([], [Put(LEADER, held.value, held.lease)])
+        raise StoreUncertain("answer lost")
+
+    link.instead_of_txn = too_late
+    async with standing_by(link) as standby:
+        assert not standby.done()
+        assert await holder(store) == winner.token.leadership.id
+        await winner.resign()
+        await store.revoke_lease(held.lease)
+        assert (await standby).is_held
 
 
 async def test_a_create_that_was_given_up_cannot_land_later(store: MemoryStore) -> None:
