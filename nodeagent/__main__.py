@@ -45,7 +45,7 @@ from nodeagent.nvml import NvmlSource
 from nodeagent.presence import NodeNameTaken, Presence
 from nodeagent.processes import ProcessRunner
 from nodeagent.runner import Runner
-from nodeagent.simulated import BadDescription, SimulatedSource
+from nodeagent.simulated import BadDescription, SimulatedSource, parse_description
 from vgpu.inventory import Gpu
 
 log = logging.getLogger("serai.agent")
@@ -53,6 +53,7 @@ log = logging.getLogger("serai.agent")
 VERSION = "0.1.0"
 NODE_NAME = re.compile(r"[a-z0-9._-]{1,63}")
 NOMAD_SECONDS = 5
+SIMULATED = "simulated:"
 
 
 @frozen
@@ -185,12 +186,9 @@ def _runner(options: Options) -> Runner:
 
 
 def _source(options: Options, known: tuple[Gpu, ...]) -> GpuSource:
-    kind, _, description = options.gpus.partition(":")
-    if kind == "simulated":
-        return SimulatedSource(options.node, description)
-    if options.gpus != "nvml":
-        raise OptionInvalid(f"--gpus must be nvml or simulated:DESCRIPTION, not {options.gpus!r}")
-    return NvmlSource(known)
+    if options.gpus == "nvml":
+        return NvmlSource(known)
+    return SimulatedSource(options.node, options.gpus.removeprefix(SIMULATED))
 
 
 async def _listen(server: web.AppRunner, options: Options) -> str:
@@ -280,6 +278,11 @@ def _options(parsed: argparse.Namespace) -> Options:
         raise OptionInvalid(
             f"--node must be 1 to 63 lower-case letters, digits, '.', '-' or '_', not {parsed.node!r}"
         )
+    if parsed.gpus.startswith(SIMULATED):
+        parse_description(parsed.gpus.removeprefix(SIMULATED))
+    elif parsed.gpus != "nvml":
+        raise OptionInvalid(f"--gpus must be nvml or simulated:DESCRIPTION, not {parsed.gpus!r}")
+    _host_port(parsed.listen)
     labels = {}
     for text in parsed.label:
         key, equals, value = text.partition("=")

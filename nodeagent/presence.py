@@ -57,11 +57,14 @@ class Presence:
 
     async def claim_when_reached(self) -> NodeInventory | None:
         """`claim`, however long the store takes to come up. NodeNameTaken."""
+        said = ""
         while True:
             try:
                 return await self.claim()
             except StoreUnavailable as error:
-                log.warning("the store cannot be reached: %s", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("waiting for the store: %s", said)
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def write_inventory(self, inventory: NodeInventory) -> None:
