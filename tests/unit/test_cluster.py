@@ -263,6 +263,14 @@ def test_use_counts_from_the_allocation_to_the_confirmed_end():
     assert w.snapshot().usage == {"a": Use(20_000_000, 20_000 * 80 * GIB)}
 
 
+def test_use_counts_from_the_allocation_though_it_is_seen_later():
+    w = World(node("n1"))
+    w.snapshot()
+    w.now = 10
+    w.submit(running("r", "n1", [piece("GPU-n1-0")]))
+    assert w.snapshot().usage["a"].compute == 10_000_000
+
+
 def test_stored_hours_supply_the_past_and_live_jobs_count_only_after_it():
     hour_ms = START_MS - START_MS % HOUR_MS
     until_ms = hour_ms + BUCKET_MS

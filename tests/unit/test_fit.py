@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from coordinator import model
 from coordinator.fit import fit
 from coordinator.model import Job
 from coordinator.placement import Draft, Spot
 from coordinator.snapshot import shape_of
 from coordinator.usage import Headroom
 from jobspecs.spec import JobSpec
-from tests.builders import World, gpu, mig, node, piece, running, spec
+from tests.builders import World, gpu, mig, node, piece, report, running, spec
 from vgpu.inventory import NodeInventory
 from vgpu.reasons import ReasonCode as R
 
@@ -106,4 +107,10 @@ def test_mg2_two_slices_may_be_two_instances_of_one_card():
 
 def test_an_instance_that_is_taken_is_not_free():
     w = world(mig_node(), jobs=(running("m", "n1", [piece("MIG-n1-0-3", 33280, 285, "mig")]),))
+    assert where(w, spec(memory=17000, compute=100)) == ("n1", (4,))
+
+
+def test_an_instance_with_foreign_use_is_not_given_out():
+    w = world(mig_node())
+    w.see(model.ReportSeen(report("n1", foreign={"MIG-n1-0-3": 1})))
     assert where(w, spec(memory=17000, compute=100)) == ("n1", (4,))

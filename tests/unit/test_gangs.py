@@ -75,6 +75,20 @@ def test_of_two_racks_that_fit_the_smaller_gets_it():
     assert sorted(nodes(w, spec(gpus=8, count=2)) or []) == ["b0", "b1"]
 
 
+def test_of_two_racks_that_fit_the_one_with_the_cheaper_sets_before_the_smaller():
+    fast = [node(f"a{n}", groups=(range(8),), labels={"rack": "A"}) for n in range(3)]
+    slow = [node(f"b{n}", groups=(), labels={"rack": "B"}) for n in range(2)]
+    w = World(*fast, *slow)
+    assert sorted(nodes(w, spec(gpus=8, count=2)) or []) == ["a0", "a1"]
+
+
+def test_over_racks_the_next_node_is_the_closest():
+    w = World(
+        rack("a1", "A", gpus=4), rack("a2", "A", gpus=7), rack("b1", "B", gpus=5), rack("c1", "C", gpus=6)
+    )
+    assert sorted(nodes(w, spec(gpus=4, count=3)) or []) == ["a1", "a2", "b1"]
+
+
 def test_a_gang_lies_on_few_nodes():
     w = World(rack("n1", "r", gpus=2), rack("n2", "r", gpus=4), rack("n3", "r"))
     assert nodes(w, spec(gpus=2, count=6)) == ["n3"] * 4 + ["n2"] * 2
@@ -95,10 +109,8 @@ def test_tasks_may_differ():
 def test_large_tasks_are_placed_before_small_ones_take_their_room():
     small = TaskSpec("small", count=1, gpus=wants(memory=10 * GIB), cpu_milli=1, memory_mib=1)
     large = TaskSpec("large", count=1, gpus=wants(2), cpu_milli=1, memory_mib=1)
-    w = World(node("n1", gpus=3))
-    spots = place(w, spec(tasks=[small, large]))
-    assert spots is not None
-    assert [len(spot.found.gpus) for spot in spots] == [1, 2]
+    w = World(node("n1", gpus=2), node("n2", gpus=1))
+    assert nodes(w, spec(tasks=[small, large])) == ["n2", "n1"]
 
 
 def test_slices_of_a_gang_may_share_a_gpu():

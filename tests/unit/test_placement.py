@@ -99,6 +99,14 @@ def test_each_filter_refuses_with_its_reason(inventory, jobs, of, reason):
     assert wait_reason(shape_of(of), Draft(w.snapshot())).code is reason
 
 
+def test_what_is_left_may_be_taken_to_the_last_unit():
+    w = world(node("n1", gpus=1, cpu=1500, node_memory=2048), jobs=(part("p", "n1", 0, 70 * GIB, 900),))
+    exact = {"memory": 10 * GIB, "compute": 100, "cpu": 500, "node_memory": 1024}
+    assert where(w, spec(**exact)) == ("n1", (0,))
+    for name, amount in exact.items():
+        assert place(w, spec(**{**exact, name: amount + 1})) is None, name
+
+
 def test_every_filter_of_a_node_was_met():
     """The table above leaves none out; the node's own state is below."""
     own_state = {R.NODE_NOT_READY, R.NODE_CORDONED, R.NODE_CLOSED}
@@ -208,6 +216,9 @@ def test_one_gpu_goes_to_the_most_remote_node():
         node("n3", labels={"rack": "r2"}),
     ]
     assert where(world(*nodes), spec()) == ("n3", (0,))
+    assert where(world(*nodes, jobs=(whole("w", "n1", 0, 1, 2),)), spec()) == ("n3", (0,)), (
+        "before the fullest"
+    )
 
 
 def test_one_gpu_goes_to_the_node_whose_gpus_are_connected_worst():
