@@ -43,6 +43,7 @@ from nodeagent.isolation_steps import CONTROL
 from nodeagent.machine import Machine, read_machine
 from nodeagent.nvml import NvmlSource
 from nodeagent.presence import NodeNameTaken, Presence
+from nodeagent.process_cleanup import stop_all
 from nodeagent.processes import ProcessRunner
 from nodeagent.runner import Runner
 from nodeagent.simulated import BadDescription, SimulatedSource, parse_description
@@ -54,6 +55,7 @@ VERSION = "0.1.0"
 NODE_NAME = re.compile(r"[a-z0-9._-]{1,63}")
 NOMAD_SECONDS = 5
 SIMULATED = "simulated:"
+TASKS = "tasks"
 
 
 @frozen
@@ -88,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
     try:
+        if parsed.stop_tasks:
+            stop_all(parsed.data_folder / TASKS)
+            return 0
         options = _options(parsed)
         return asyncio.run(run(options))
     except (OptionInvalid, SettingInvalid, BadDescription) as error:
@@ -182,7 +187,7 @@ def _lock(folder: Path) -> IO[str]:
 def _runner(options: Options) -> Runner:
     if options.runner == "docker":
         return DockerRunner(options.node, options.settings.cluster, options.docker_socket)
-    return ProcessRunner(options.node, options.settings.cluster, options.data_folder / "tasks")
+    return ProcessRunner(options.node, options.settings.cluster, options.data_folder / TASKS)
 
 
 def _source(options: Options, known: tuple[Gpu, ...]) -> GpuSource:
@@ -255,6 +260,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--runner", choices=("docker", "process"), default="docker", help="what runs the tasks")
     add("--docker-socket", type=Path, default=DEFAULT_SOCKET)
     add("--data-folder", type=Path, default=Path("/var/lib/serai"))
+    add(
+        "--stop-tasks",
+        action="store_true",
+        help="end the plain processes that agents with this --data-folder left running, and nothing else",
+    )
     add("--listen", default="0.0.0.0:7711", metavar="HOST:PORT", help="where logs are served")
     add("--advertise", default="", metavar="URL", help="address of --listen as the coordinator reaches it")
     add(

@@ -278,11 +278,11 @@ class DockerRunner:
             # Without a tag the engine would fetch every tag there is.
             for line in client.pull(repository, tag=tag or "latest", stream=True, decode=True):
                 if "error" in line:
-                    raise _pull_failed(image, line["error"])
+                    raise pull_failed(image, line["error"])
         except docker.errors.APIError as error:
-            raise _pull_failed(image, _said(error)) from error
+            raise pull_failed(image, _said(error)) from error
         except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise _pull_failed(image, f"timeout: {error}") from error
+            raise pull_failed(image, f"timeout: {error}") from error
         finally:
             client.close()
 
@@ -366,7 +366,8 @@ class _Announced:
         self._stream.close()
 
 
-def _pull_failed(image: str, said: str) -> LaunchFailed:
+def pull_failed(image: str, said: str) -> LaunchFailed:
+    """What a registry's answer means to a launch (EX-4)."""
     fault = ReasonCode.IMAGE_UNAVAILABLE if _FINAL.search(said) else ReasonCode.LAUNCH_FAILED
     return LaunchFailed(fault.value, f"image {image} could not be pulled: {said}")
 

@@ -45,6 +45,8 @@ from vgpu.reasons import ReasonCode
 # The leader ends a job at its time limit; a node does it by itself only when nobody did for this long.
 TIME_LIMIT_SLACK_MS = 15_000
 HIGHEST_SIGNAL = 64
+# An engine may tell a long story; a transaction holds many records.
+DETAIL_CHARACTERS = 2000
 # Its grant, which knew the grace the user asked for, is gone.
 UNGRANTED_GRACE_SECONDS = 10
 
@@ -223,6 +225,7 @@ def _may_start(view: View, container: ContainerSettings) -> bool:
 
 
 def _write(view: View, seen: SeenGrant, task: Task) -> Iterator[Action]:
+    task = evolve(task, detail=task.detail[:DETAIL_CHARACTERS])
     if view.records.get(TaskKey(task.job, task.attempt, task.task)) != task:
         yield WriteTask(task, seen.create_revision)
 

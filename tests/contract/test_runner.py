@@ -12,7 +12,8 @@ from attrs import evolve
 
 from jobspecs.container import ContainerSettings, Grant
 from nodeagent.containers import DockerRunner
-from nodeagent.processes import ProcessRunner, stop_all
+from nodeagent.process_cleanup import stop_all
+from nodeagent.processes import ProcessRunner
 from nodeagent.runner import (
     LaunchFailed,
     LogsUnknown,

@@ -34,7 +34,8 @@ from nodeagent.gpu_source import GpuReader, GpusNotReady, WhyNotReady
 from nodeagent.isolation_steps import IsolationSteps
 from nodeagent.machine import Machine
 from nodeagent.presence import NodeNameTaken, Presence
-from nodeagent.processes import ProcessRunner, stop_all
+from nodeagent.process_cleanup import stop_all
+from nodeagent.processes import ProcessRunner
 from nodeagent.runner import Observed, ObservedTask, RunnerUnavailable, StopUnconfirmed, TaskKey
 from nodeagent.simulated import SimulatedSource
 from tests.fakes import FlakyStore

@@ -28,7 +28,8 @@ from coordinator.records import (
     task_prefix,
 )
 from coordinator.store import Delete, Put
-from nodeagent.processes import stop_all
+from nodeagent.process_cleanup import stop_all
+from nodeagent.process_table import live_processes, marked_key
 from tests.contract.test_runner import KEY, container, grant
 from tests.etcd_server import EtcdServer, etcd_server
 from vgpu.inventory import NodeInventory
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.etcd
 
 class AgentProcess:
     def __init__(self, etcd: EtcdServer, folder: Path) -> None:
+        self.etcd, self.folder = etcd, folder
         self.arguments = [
             *("-m", "nodeagent", "--node", "n1", "--etcd", etcd.url, "--gpus", "simulated:1x16GiB:T4"),
             *("--runner", "process", "--data-folder", str(folder), "--listen", "127.0.0.1:0"),
@@ -133,3 +135,20 @@ async def test_a_second_agent_with_the_same_data_folder_is_refused(agent: AgentP
         _, said = await second.communicate()
     assert second.returncode == 2
     assert b"--data-folder" in said
+
+
+async def test_what_agents_left_running_can_be_ended_without_one(
+    store: EtcdStore, agent: AgentProcess
+) -> None:
+    await agent.start()
+    settings = container("sleep", "1000", slices=())
+    await store.txn([], [Put(grant_key("n1", KEY.job, KEY.attempt), encode(grant(settings)))])
+    await task_in(store, TaskState.RUNNING)
+    await agent.end()
+    cleaner = AgentProcess(agent.etcd, agent.folder)
+    cleaner.arguments.append("--stop-tasks")
+    child = await asyncio.create_subprocess_exec(sys.executable, *cleaner.arguments)
+    async with asyncio.timeout(20):
+        assert await child.wait() == 0
+    assert not (agent.folder / "tasks").exists()
+    assert not any(marked_key(agent.folder / "tasks", process.pid) for process in live_processes())

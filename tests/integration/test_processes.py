@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nodeagent.process_cleanup import stop_all
 from nodeagent.process_output import drop_beginning
 from nodeagent.process_table import marked_key, process_of
-from nodeagent.processes import ProcessRunner, stop_all
+from nodeagent.processes import ProcessRunner
 from nodeagent.runner import OUTPUT_DROPPED, Observed
 from tests.contract.test_runner import KEY, container, end_of, grant, observe, output, until
 

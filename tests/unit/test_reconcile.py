@@ -119,6 +119,13 @@ def test_a_failed_launch_ends_the_task_and_frees_its_slices_lk_2() -> None:
     assert (task.exit_code, task.released, task.ended_at_ms) == (None, True, NOW - 5)
 
 
+def test_a_long_story_of_the_engine_is_cut() -> None:
+    failed = view(failures={KEY: Failure("launch_failed", "x" * 10_000, NOW)})
+    task = written(reconcile(failed))
+    assert len(task.detail) == 2000
+    assert reconcile(evolve(failed, records={KEY: task})) == ()
+
+
 def test_a_command_that_cannot_run_is_the_jobs_own_end() -> None:
     task = written(reconcile(view(failures={KEY: Failure("", "not found", NOW, exit_code=127)})))
     assert (task.exit_code, task.fault, task.released) == (127, "", True)
