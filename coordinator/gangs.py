@@ -151,14 +151,15 @@ class _Gang:
         return tuple(sorted(spots, key=lambda spot: spot.number))
 
 
-def _size(task: TaskShape) -> tuple[int, int, int, int, int]:
-    memory_mib = task.gpus.memory_mib
-    whole = 1 if memory_mib is None else 0
+def _size(task: TaskShape) -> tuple[int, ...]:
+    """What is harder to place comes first: more compute, more GPUs, whole cards, one model only, more of the rest."""
+    request = task.gpus
     return (
-        task.gpus.count * task.gpus.compute_milli,
-        task.gpus.count,
-        whole,
-        memory_mib or 0,
+        request.count * request.compute_milli,
+        request.count,
+        int(request.memory_mib is None),
+        int(bool(request.model)),
+        request.memory_mib or 0,
         task.cpu_milli,
     )
 

@@ -10,7 +10,7 @@ from coordinator.placement import Draft, Spot, wait_reason
 from coordinator.snapshot import shape_of
 from coordinator.usage import Headroom
 from jobspecs.spec import JobSpec, TaskSpec
-from tests.builders import GIB, World, node, piece, running, spec, wants
+from tests.builders import GIB, World, gpu, node, piece, running, spec, wants
 from vgpu.inventory import NodeInventory
 from vgpu.reasons import ReasonCode
 
@@ -106,11 +106,23 @@ def test_tasks_may_differ():
     assert nodes(World(rack("n1", "r"), rack("n2", "r")), of) is None
 
 
-def test_large_tasks_are_placed_before_small_ones_take_their_room():
-    small = TaskSpec("small", count=1, gpus=wants(memory=10 * GIB), cpu_milli=1, memory_mib=1)
-    large = TaskSpec("large", count=1, gpus=wants(2), cpu_milli=1, memory_mib=1)
-    w = World(node("n1", gpus=2), node("n2", gpus=1))
-    assert nodes(w, spec(tasks=[small, large])) == ["n2", "n1"]
+def test_large_tasks_are_placed_before_small_ones_break_their_gpus():
+    small = TaskSpec("small", gpus=wants(2, memory=10 * GIB), cpu_milli=1, memory_mib=1)
+    large = TaskSpec("large", gpus=wants(2), cpu_milli=1, memory_mib=1)
+    w = World(node("n1", gpus=4))
+    w.submit(running("p", "n1", [piece(f"GPU-n1-{n}", 1024, 100, "timeslice") for n in (2, 3)]))
+    spots = place(w, spec(tasks=[small, large]))
+    assert spots is not None
+    assert [spot.found.gpus for spot in spots] == [(2, 3), (0, 1)]
+
+
+def test_a_task_that_wants_one_model_comes_before_one_that_takes_any():
+    anything = TaskSpec("any", gpus=wants(1), cpu_milli=1, memory_mib=1)
+    picky = TaskSpec("picky", gpus=wants(1, model="A100"), cpu_milli=1, memory_mib=1)
+    w = World(node("n1", [gpu("n1", 0), gpu("n1", 1, 16 * GIB, "T4")]))
+    spots = place(w, spec(tasks=[anything, picky]))
+    assert spots is not None
+    assert [spot.found.gpus for spot in spots] == [(1,), (0,)]
 
 
 def test_slices_of_a_gang_may_share_a_gpu():

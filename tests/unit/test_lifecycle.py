@@ -244,6 +244,12 @@ def test_a_failed_task_stops_its_siblings_and_its_own_code_is_told():
     assert end.after.reason == Reason(ReasonCode.EXIT_CODE, {"task": 1, "exit_code": 3}, ("n2",))
 
 
+def test_a_task_alone_has_no_siblings_to_stop():
+    w = world(running("j", "n1", [piece("GPU-n1-0")]))
+    w.see(model.TaskSeen(task(w.live("j"), 0, T.EXITED, exit_code=3, released=False)))
+    assert w.settle() == ()
+
+
 def test_a_task_that_ended_well_stops_nobody():
     w = world(gang())
     w.see(model.TaskSeen(task(w.live("g"), 0, T.EXITED, exit_code=0)))

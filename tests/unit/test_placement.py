@@ -158,6 +158,12 @@ def test_reasons_count_nodes_and_show_the_largest_free_piece():
     }
 
 
+def test_a_piece_with_no_compute_left_is_no_free_piece():
+    w = world(node("n1", gpus=1), jobs=(part("p", "n1", 0, 10 * GIB, 1000),))
+    numbers = wait_reason(shape_of(spec(memory=1024, compute=1)), Draft(w.snapshot())).numbers
+    assert (numbers["largest_free_memory_mib"], numbers["total_free_memory_mib"]) == (0, 70 * GIB)
+
+
 def test_no_nodes_is_a_reason():
     assert wait_reason(shape_of(spec()), Draft(World().snapshot())).code is R.NO_NODES
 
