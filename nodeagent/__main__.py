@@ -73,6 +73,7 @@ class Options:
     labels: dict[str, str]
     isolations: tuple[str, ...]
     nomad: str
+    engine_node_id: str
     machine: Machine
     settings: Settings
 
@@ -133,7 +134,7 @@ async def _serve(
     inventory = await presence.claim_when_reached()
     known = inventory.gpus if inventory is not None else ()
     gpus = GpuReader(_source(options, known))
-    node_id = _nomad_node_id(options.nomad)
+    node_id = _nomad_node_id(options.nomad, options.engine_node_id)
     agent = Agent(
         NodeIdentity(options.node, options.labels, options.isolations, VERSION, node_id),
         options.machine,
@@ -218,9 +219,8 @@ def _host_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _nomad_node_id(address: str) -> Callable[[], Awaitable[str]]:
-    """Asks the Nomad client of this machine for its id until it has answered once."""
-    known = ""
+def _nomad_node_id(address: str, known: str) -> Callable[[], Awaitable[str]]:
+    """Asks the Nomad client of this machine for its id until it is known."""
 
     async def ask() -> str:
         nonlocal known
@@ -276,6 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--isolations", default="", metavar="NAME[,NAME]", help="ways to cut a GPU (default: what is found)")
     add("--nomad", default="", metavar="URL", help="the Nomad client of this machine, if Nomad runs the jobs")
+    add(
+        "--engine-node-id", default="", metavar="ID", help="id of this node in Nomad, if --nomad is not asked"
+    )
     add("--cpu-milli", type=int, help="CPU to give out, in thousandths of a core (default: all)")
     add("--memory-mib", type=int, help="memory to give out (default: all)")
     add("--config", type=Path, help="YAML file with the settings that the coordinator has too")
@@ -316,6 +319,7 @@ def _options(parsed: argparse.Namespace) -> Options:
         labels=labels,
         isolations=tuple(filter(None, parsed.isolations.split(","))) or _isolations(parsed.gpus),
         nomad=parsed.nomad,
+        engine_node_id=parsed.engine_node_id,
         machine=machine,
         settings=_settings(parsed.config),
     )
