@@ -130,7 +130,11 @@ def _engine(options: argparse.Namespace, settings: Settings, store: Store, repli
             return inventory.engine_node_id or None if inventory else None
 
         return NomadEngine(
-            NomadSettings.from_environment(options.nomad, os.environ), settings, nomad_id, clock_ms, lambda: replica.cluster
+            NomadSettings.from_environment(options.nomad, os.environ),
+            settings,
+            nomad_id,
+            clock_ms,
+            lambda: replica.cluster,
         )
 
     async def endpoint(node: str) -> Endpoint | None:
@@ -286,7 +290,8 @@ async def _keep_role(options: argparse.Namespace, role: str, stop: asyncio.Event
             "role=%s ended with %d after %.1f s, start %d in a row", role, ended.result(), lived, failures + 1
         )
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), failures)
+            async with asyncio.timeout(failures):
+                await stop.wait()
     return 0 if stop.is_set() else 1
 
 

@@ -223,6 +223,11 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
         return NodeStatus.CLOSED, Reason(
             ReasonCode.NODE_NOT_READY, subjects=(facts.name,), detail="no inventory"
         )
+    if facts.report.closed:
+        # Its agent says that it can start nothing, as while its Docker Engine is down.
+        return NodeStatus.CLOSED, Reason(
+            ReasonCode.NODE_CLOSED, subjects=(facts.name,), detail=facts.report.closed
+        )
     return NodeStatus.READY, None
 
 

@@ -67,7 +67,16 @@ class LiveCluster:
 
     async def start_agent(self, node: str, gpus: str, runner: str = "process", *options: str) -> Part:
         command = [sys.executable, "-m", "nodeagent", "--node", node, "--etcd", self.etcd.url]
-        command += ["--gpus", gpus, "--runner", runner, "--config", str(self._settings), "--listen", "127.0.0.1:0"]
+        command += [
+            "--gpus",
+            gpus,
+            "--runner",
+            runner,
+            "--config",
+            str(self._settings),
+            "--listen",
+            "127.0.0.1:0",
+        ]
         command += ["--data-folder", str(self.folder / node), *options]
         part = self.parts[node] = await start(f"{node}.{len(self.parts)}", command, self.folder)
         await ready_line(part, seconds=PATIENCE_SECONDS)
@@ -86,7 +95,9 @@ class LiveCluster:
         root = psutil.Process(self.parts[name].process.pid)
         return [process.pid for process in (root, *root.children(recursive=True))]
 
-    async def until(self, holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_SECONDS) -> None:
+    async def until(
+        self, holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """Waits for a condition of the world outside; fails with the ends of the logs."""
         try:
             async with asyncio.timeout(seconds):
@@ -145,4 +156,10 @@ async def live_cluster(folder: Path, **settings: object) -> AsyncIterator[LiveCl
 
 def spec(name: str, *command: str, **fields: Any) -> dict[str, Any]:
     """A job spec that runs `command` in the tests' image, or as a process."""
-    return {"name": name, "image": "serai-test:1", "command": list(command) or ["true"], "cpu": "100m", "memory": "64MiB"} | fields
+    return {
+        "name": name,
+        "image": "serai-test:1",
+        "command": list(command) or ["true"],
+        "cpu": "100m",
+        "memory": "64MiB",
+    } | fields

@@ -37,7 +37,15 @@ async def test_a_container_sees_exactly_its_slice(cluster: tuple[LiveCluster, Cl
     """EX-9, EX-10, RR-9: device nodes, environment and limits are those of its own record."""
     live, admin = cluster
     script = 'ls /dev | grep nvidia; echo "$NVIDIA_VISIBLE_DEVICES|$SERAI_GPU_MEMORY_MIB|$SERAI_GPU_COMPUTE_MILLI"; cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null; true'
-    one = spec("one", "sh", "-c", script, tenant="a", gpus={"count": 1, "memory": "4GiB", "compute": "25%"}, memory="96MiB")
+    one = spec(
+        "one",
+        "sh",
+        "-c",
+        script,
+        tenant="a",
+        gpus={"count": 1, "memory": "4GiB", "compute": "25%"},
+        memory="96MiB",
+    )
     none = spec("none", "sh", "-c", script, tenant="a")
     first = await admin.submit(one)
     second = await admin.submit(none)
@@ -90,8 +98,12 @@ async def test_failures_are_told_apart(cluster: tuple[LiveCluster, Client]) -> N
     _live, admin = cluster
     exits = await admin.submit(spec("exits", "sh", "-c", "exit 3", tenant="a"))
     # dd holds one block of 200 MiB in memory, above the limit of 64 MiB
-    hungry = await admin.submit(spec("hungry", "dd", "if=/dev/zero", "of=/dev/null", "bs=200M", "count=1", tenant="a"))
-    image = await admin.submit(spec("image", "true", tenant="a") | {"image": "no.such.registry.invalid/none:1"})
+    hungry = await admin.submit(
+        spec("hungry", "dd", "if=/dev/zero", "of=/dev/null", "bs=200M", "count=1", tenant="a")
+    )
+    image = await admin.submit(
+        spec("image", "true", tenant="a") | {"image": "no.such.registry.invalid/none:1"}
+    )
     command = await admin.submit(spec("command", "/no/such/program", tenant="a"))
     seen = {}
     for job in (exits, hungry, image, command):

@@ -331,3 +331,14 @@ def test_allocated_moves_the_record():
     assert record.state is JobState.ALLOCATED
     assert record.history[-1].state is JobState.ALLOCATED
     assert record.reason.code is ReasonCode.PLACED
+
+
+def test_a_node_that_can_start_nothing_takes_no_work_until_it_says_otherwise():
+    """Its agent reports, but its Docker Engine is down: no job is sent there to wait for its launch deadline."""
+    w = World(node("n1"))
+    w.see(model.ReportSeen(evolve(report("n1", w.now_ms), closed="Docker does not answer")))
+    w.submit(job("j"))
+    assert w.cycle() == []
+    assert w.snapshot().nodes["n1"].status is NodeStatus.CLOSED
+    w.see(model.ReportSeen(report("n1", w.now_ms)))
+    assert w.cycle() == ["j"]
