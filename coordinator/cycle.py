@@ -14,7 +14,7 @@ them: a hundred thousand waiting jobs of fifty shapes have fifty reasons.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
@@ -23,7 +23,7 @@ from coordinator.fairness import Policy, Standings
 from coordinator.holds import nodes_to_hold
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot, wait_reason
-from coordinator.queues import Cards, TenantQueue, is_ready, overdue
+from coordinator.queues import Cards, TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from coordinator.usage import Headroom
@@ -58,20 +58,11 @@ def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
     draft, standings, cards = Draft(snapshot), Standings(snapshot, policy), Cards(snapshot)
     queues = {t: TenantQueue(snapshot, t, cards, policy.max_wait_seconds) for t in snapshot.lines}
     refused: set[Shape] = set()
-    placements: list[Placement] = []
 
     # 2. the bounded wait
-    held_for: tuple[str, Reason] | None = None
-    late = _longest_waiting(snapshot, policy, standings, cards)
-    if late is not None:
-        shape, job = late
-        spots = gangs.place(draft, shape, standings.headroom(job.tenant))
-        if spots is not None:
-            placements.append(_place(job, spots, draft, standings))
-            queues[job.tenant].take(job)
-        else:
-            held_for = job.id, wait_reason(shape, draft)
-            draft.hold(nodes_to_hold(draft, shape))
+    placements, held_for = _ahead_of_everybody(draft, standings, cards, policy)
+    for placement in placements:
+        queues[placement.job.tenant].take(placement.job)
 
     # 3. the tenants, by priority
     turns = [standings.turn(tenant) for tenant in queues]
@@ -112,6 +103,22 @@ def _spots(
     return spots
 
 
+def _ahead_of_everybody(
+    draft: Draft, standings: Standings, cards: Cards, policy: Policy
+) -> tuple[list[Placement], tuple[str, Reason] | None]:
+    """The placement of the job that has waited too long, or that job and why it waits while nodes are held for it."""
+    for shape, job in _waited_too_long(draft.snapshot, policy, standings, cards):
+        spots = gangs.place(draft, shape, standings.headroom(job.tenant))
+        if spots is not None:
+            return [_place(job, spots, draft, standings)], None
+        nodes = nodes_to_hold(draft, shape)
+        if nodes:
+            reason = wait_reason(shape, draft)
+            draft.hold(nodes)
+            return [], (job.id, reason)
+    return [], None
+
+
 def _place(job: Job, spots: Sequence[Spot], draft: Draft, standings: Standings) -> Placement:
     chosen = standings.chosen(job.tenant)
     placed = _placed(spots, draft)
@@ -139,23 +146,22 @@ def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
     return Reason(ReasonCode.PLACED, numbers, tuple(nodes))
 
 
-def _longest_waiting(
+def _waited_too_long(
     snapshot: Snapshot, policy: Policy, standings: Standings, cards: Cards
-) -> tuple[Shape, Job] | None:
-    """The one job that may go ahead of everybody: overdue, allowed by its tenant's limit, and able to run here at
-    all, so that a hold dies with its cause (QF-7). One at a time: a cluster full of holds would serve nobody."""
+) -> Iterator[tuple[Shape, Job]]:
+    """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: overdue,
+    allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7). Only one
+    of them is served in a cycle: a cluster full of holds would serve nobody."""
     late: Iterable[tuple[Shape, Job]] = (
         (shape, job)
         for tenant in snapshot.lines
         for shape, job in overdue(snapshot, tenant, policy.max_wait_seconds)
-        if standings.headroom(tenant).allows(cards.needs(shape).use) and is_ready(job, snapshot.now_ms)
+        if standings.headroom(tenant).allows(cards.needs(shape).use)
     )
-    ordered = sorted(late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id))
-    hopeless: set[Shape] = set()
-    for shape, job in ordered:
-        if shape in hopeless:
-            continue
-        if why_never(job.spec, snapshot) is None:
-            return shape, job
-        hopeless.add(shape)
-    return None
+    seen: set[Shape] = set()
+    for shape, job in sorted(
+        late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id)
+    ):
+        if shape not in seen and why_never(job.spec, snapshot) is None:
+            yield shape, job
+        seen.add(shape)

@@ -62,7 +62,11 @@ class _Gang:
     def __init__(self, draft: Draft, shape: Shape) -> None:
         self._draft = draft
         self._shape = shape
-        self._nodes = [n for n in sorted(draft.views) if draft.gate(n, shape.constraints) is None]
+        self._nodes = [
+            name
+            for name in sorted(draft.views)
+            if name not in draft.held and draft.gate(name, shape.constraints) is None
+        ]
         self._order = sorted(range(len(shape.tasks)), key=lambda n: (_size(shape.tasks[n]), -n), reverse=True)
         self._packs: dict[tuple[Row, Left], tuple[tuple[tuple[int, Fit], ...], Left]] = {}
 

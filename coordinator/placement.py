@@ -64,9 +64,8 @@ class Draft:
         state = None if self._ignore_state else _state(view)
         if state is not None:
             return state
-        if any(view.labels.get(label) != value for label, value in constraints):
-            return ReasonCode.LABELS_DIFFER
-        return ReasonCode.HELD_FOR_LONG_WAIT if node in self.held else None
+        differs = any(view.labels.get(label) != value for label, value in constraints)
+        return ReasonCode.LABELS_DIFFER if differs else None
 
     def fit(self, task: TaskShape, row: Row) -> Fit | ReasonCode:
         """`coordinator.fit.fit`, once for all nodes alike."""
@@ -185,7 +184,7 @@ class Search:
         self._catch_up()
         memory, compute, largest_memory, largest_compute = 0, 0, 0, 0
         for node in self._draft.views:
-            if self._draft.gate(node, self._constraints) is not None:
+            if node in self._draft.held or self._draft.gate(node, self._constraints) is not None:
                 continue
             row = self._draft.row(node)
             for kind, piece in zip(row.build.gpus, row.pieces, strict=True):
@@ -213,6 +212,9 @@ class Search:
         answer: Score | ReasonCode
         refused = self._draft.gate(node, self._constraints)
         found = refused or self._draft.fit(self._task, self._draft.row(node))
+        if isinstance(found, Fit) and node in self._draft.held:
+            # The last filter: a hold is the reason only where there is no other.
+            found = ReasonCode.HELD_FOR_LONG_WAIT
         if isinstance(found, ReasonCode):
             self._counts[found] += 1
             answer = found

@@ -95,7 +95,9 @@ class NodeTopology:
         if len(gpus) < 2:
             return len(gpus)
         widest = max(self.pairs[first][second] for first, second in combinations(gpus, 2))
-        return sum(1 for gpu in among if gpu in gpus or any(self.pairs[gpu][member] <= widest for member in gpus))
+        return sum(
+            1 for gpu in among if gpu in gpus or any(self.pairs[gpu][member] <= widest for member in gpus)
+        )
 
 
 def node_topology(inventory: NodeInventory, costs: TopologyCosts) -> NodeTopology:
@@ -107,7 +109,8 @@ def node_topology(inventory: NodeInventory, costs: TopologyCosts) -> NodeTopolog
         known[link.first, link.second] = known[link.second, link.first] = link_cost(link, costs)
     return NodeTopology(
         tuple(
-            tuple(costs.same_card if a == b else known.get((a, b), costs.system) for b in cards) for a in cards
+            tuple(costs.same_card if a == b else known.get((a, b), costs.system) for b in cards)
+            for a in cards
         )
     )
 
@@ -127,7 +130,9 @@ def least_cost_set(
         sets = set(combinations(ordered, count))
     else:
         sets = {_grown(topology, seed, ordered, count) for seed in ordered}
-    cost, size, best = min((topology.set_cost(gpus), topology.domain_size(gpus, ordered), gpus) for gpus in sets)
+    cost, size, best = min(
+        (topology.set_cost(gpus), topology.domain_size(gpus, ordered), gpus) for gpus in sets
+    )
     return best, cost, size
 
 

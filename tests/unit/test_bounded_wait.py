@@ -103,3 +103,25 @@ def test_no_hold_for_a_job_beyond_its_tenants_limit():
     w.submit(running("r", "n1", [piece("GPU-n1-0")]), job("big", gpus=8))
     w.now = 100
     assert w.plan().held_for == ""
+
+
+def test_a_job_whose_nodes_are_down_does_not_take_the_hold_from_the_next():
+    w = World(node("n1"), node("t4", gpus=4, model="T4"), max_wait_seconds=100)
+    w.submit(running("r", "n1", [piece("GPU-n1-0")], tenant="b"))
+    w.submit(job("on-t4", 0, gpus=4, model="T4"), job("big", 1, gpus=8, model="A100"))
+    w.see(model.ReportGone("t4"))
+    w.now = 101
+    plan = w.plan()
+    assert (plan.held_for, plan.held) == ("big", {"n1"})
+    assert plan.waiting["on-t4"].code is R.GPU_MODEL_DIFFERS
+    assert plan.waiting["on-t4"].numbers["node_not_ready"] == 1
+
+
+def test_the_overdue_job_goes_before_every_tenant():
+    w = World(node("n1", gpus=1), max_wait_seconds=100)
+    w.tenant("rich", 8 * CARD)
+    w.submit(job("old", 0, tenant="poor"), job("new", 100, tenant="rich"))
+    w.now = 99
+    assert placed(w) == ["new"]
+    w.now = 100
+    assert placed(w) == ["old"]
