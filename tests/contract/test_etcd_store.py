@@ -1,45 +1,32 @@
-"""What only a real etcd can do to its client: crash, freeze, forget logins, fill up, lose a member, go back in time."""
+"""What a broken, frozen or restored etcd does to a watch, and a lost answer to a write; on a real etcd."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coordinator.etcd_store import EtcdSettings, EtcdStore
-from coordinator.etcd_watch import Patience
+from coordinator.cluster import Cluster
+from coordinator.config import Settings
+from coordinator.leader import campaign, fence
+from coordinator.replica import Replica
 from coordinator.store import (
-    Change,
     Compacted,
     Delete,
     Put,
-    StoreFull,
     StoreUnavailable,
     StoreUncertain,
-    WatchBatch,
     absent,
 )
-from tests.etcd_server import EtcdServer, etcd_server, make_certificates, make_members
+from tests.etcd_clients import IMPATIENT, Watcher, put, put_when_possible, store_at, watching
+from tests.etcd_server import EtcdServer
 from tests.tcp_proxy import TcpProxy
 
-__all__ = ["etcd_server"]  # a fixture
 pytestmark = pytest.mark.etcd
-
-IMPATIENT = Patience(idle_seconds=0.3, answer_seconds=0.3)
-
-
-@asynccontextmanager
-async def store_at(url: str, **options: Any) -> AsyncIterator[EtcdStore]:
-    store = EtcdStore(EtcdSettings.from_url(url, **options), patience=IMPATIENT)
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 @pytest.fixture
@@ -49,63 +36,6 @@ def own_server(tmp_path: Path) -> Iterator[EtcdServer]:
     server.start()
     yield server
     server.stop()
-
-
-async def put(store: EtcdStore, key: str, value: bytes = b"v") -> int:
-    return (await store.txn([], [Put(key, value)])).revision
-
-
-async def put_when_possible(store: EtcdStore, key: str, value: bytes = b"v") -> int:
-    async with asyncio.timeout(15):
-        while True:
-            try:
-                return await put(store, key, value)
-            except StoreUnavailable:
-                await asyncio.sleep(0.05)
-
-
-class Watcher:
-    """Reads one watch in the background and keeps what it saw."""
-
-    def __init__(self, store: EtcdStore, prefix: str, after: int) -> None:
-        self.changes: list[Change] = []
-        self.connected: list[bool] = []
-        self._turn = asyncio.Event()
-        self.task = asyncio.create_task(self._read(store, prefix, after))
-
-    async def _read(self, store: EtcdStore, prefix: str, after: int) -> None:
-        async with aclosing(store.watch(prefix, after)) as batches:
-            async for batch in batches:
-                self._take(batch)
-
-    def _take(self, batch: WatchBatch) -> None:
-        self.changes += batch.changes
-        if not self.connected or self.connected[-1] is not batch.connected:
-            self.connected.append(batch.connected)
-        self._turn.set()
-        self._turn = asyncio.Event()
-
-    async def until(self, condition: Any, seconds: float = 15) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition(self):
-                turn = asyncio.create_task(self._turn.wait())
-                await asyncio.wait({turn, self.task}, return_when=asyncio.FIRST_COMPLETED)
-                turn.cancel()
-                if self.task.done():
-                    self.task.result()
-
-    async def close(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-
-
-@asynccontextmanager
-async def watching(store: EtcdStore, prefix: str, after: int) -> AsyncIterator[Watcher]:
-    watcher = Watcher(store, prefix, after)
-    try:
-        yield watcher
-    finally:
-        await watcher.close()
 
 
 # --- watches ---------------------------------------------------------------------------------------------------------
@@ -290,171 +220,62 @@ async def test_a_closed_store_says_so(etcd_server: EtcdServer) -> None:
         await store.get("/closed/0")
 
 
-# --- login and TLS ---------------------------------------------------------------------------------------------------
+# --- those who live on it --------------------------------------------------------------------------------------------
 
 
-async def test_a_login_is_renewed(tmp_path: Path) -> None:
-    """LE-10: the token expires while idle, and a restarted etcd knows none at all."""
-    server = EtcdServer(tmp_path / "etcd", "--auth-token-ttl", "1")
-    server.start()
-    try:
-        server.require_login("secret")
-        async with store_at(server.url, user="root", password="secret") as store:
-            lease = await store.grant_lease(60)
-            start = await put(store, "/auth/0")
-            async with watching(store, "/auth/", start) as watcher:
-                for n in range(1, 3):
-                    if n == 1:
-                        await asyncio.sleep(3)  # etcd looks for expired tokens each second
-                    else:
-                        await asyncio.to_thread(server.kill)
-                        await asyncio.to_thread(server.start, wait=False)
-                        async with asyncio.timeout(15):
-                            while True:
-                                try:
-                                    await store.get("/auth/0")
-                                    break
-                                except StoreUnavailable:
-                                    await asyncio.sleep(0.05)
-                    assert (
-                        await store.txn([absent(f"/auth/{n}")], [Put(f"/auth/{n}", b"", lease)])
-                    ).succeeded
-                    assert await store.keep_alive(lease) > 0
-                    await watcher.until(lambda w, n=n: len(w.changes) == n)
-                    second = [batch async for batch in _first(store, "/auth/", start)]
-                    assert second[0].changes
-            await store.revoke_lease(lease)
-        async with store_at(server.url, user="root", password="wrong") as store:
-            with pytest.raises(StoreUnavailable, match="invalid user ID or password"):
-                await store.get("/auth/0")
-        async with store_at(server.url) as store:
-            with pytest.raises(StoreUnavailable):
-                await store.get("/auth/0")
-    finally:
-        server.stop()
+async def test_a_standby_takes_over_on_etcd(etcd_server: EtcdServer) -> None:
+    """LE-4, LE-8: by resignation at once, and when the leader's link is cut after it has stopped by itself."""
+    settings = Settings()
+    async with (
+        TcpProxy(etcd_server.client_port) as proxy,
+        store_at(proxy.url) as cut,
+        store_at(etcd_server.url) as store,
+    ):
+        first = await campaign(cut, settings, "a", lambda: 0)
+        standing_by = asyncio.create_task(campaign(store, settings, "b", lambda: 0))
+        await first.resign()
+        async with asyncio.timeout(1):
+            second = await standing_by
+        standing_by = asyncio.create_task(campaign(cut, settings, "a", lambda: 0))
+        await second.resign()
+        async with asyncio.timeout(1):
+            third = await standing_by
+        await proxy.refuse()
+        standing_by = asyncio.create_task(campaign(store, settings, "b", lambda: 0))
+        async with asyncio.timeout(settings.lease_seconds + 2):
+            fourth = await standing_by
+        assert not third.is_held
+        assert not (await store.txn([fence(third.token)], [Put("/le4", b"")])).succeeded
+        assert (await store.txn([fence(fourth.token)], [Put("/le4", b"")])).succeeded
+        await third.resign()
+        await fourth.resign()
 
 
-async def _first(store: EtcdStore, prefix: str, after: int) -> AsyncIterator[WatchBatch]:
-    """The first batch of a new watch."""
-    async with asyncio.timeout(5), aclosing(store.watch(prefix, after)) as batches:
-        async for batch in batches:
-            if batch.changes:
-                yield batch
-                return
-
-
-async def test_a_user_is_no_trouble_where_etcd_wants_none(etcd_server: EtcdServer) -> None:
-    async with store_at(etcd_server.url, user="root", password="secret") as store:
-        await put(store, "/nouser")
-
-
-async def test_mutual_tls(tmp_path: Path) -> None:
-    certificates = make_certificates(tmp_path / "tls")
-    server = EtcdServer(tmp_path / "etcd", tls=certificates)
-    server.start()
-    ca = str(certificates / "ca.pem")
-    client = {"cert_file": str(certificates / "client.pem"), "key_file": str(certificates / "client.key")}
-    try:
-        async with store_at(server.url, ca_file=ca, **client) as store:
-            lease = await store.grant_lease(60)
-            assert (await store.txn([], [Put("/tls", b"1", lease)])).succeeded
-            assert await store.keep_alive(lease) > 0
-        named = server.url.replace("127.0.0.1", "localhost")
-        for url, options, works in (
-            (named, {"ca_file": ca, **client}, True),
-            (server.url, {"ca_file": ca, "server_name": "localhost", **client}, True),
-            (server.url, {"ca_file": ca, "server_name": "elsewhere", **client}, False),
-            (server.url, {"ca_file": ca}, False),
-            (server.url, client, False),
-            (server.url, {"ca_file": str(tmp_path / "none.pem")}, False),
-        ):
-            async with store_at(url, **options) as store:
-                if works:
-                    assert await store.get("/tls") is not None
-                else:
-                    with pytest.raises(StoreUnavailable):
-                        await store.get("/tls")
-    finally:
-        server.stop()
-
-
-# --- several members -------------------------------------------------------------------------------------------------
-
-
-async def test_three_members_go_on_with_two_and_stop_at_once_with_one(tmp_path: Path) -> None:
-    members = make_members(tmp_path, 3)
-    try:
-        async with store_at(",".join(member.url for member in members)) as store:
-            assert len(await store.members()) == 3
-            start = await put(store, "/m/0")
-            async with watching(store, "/m/", start) as watcher:
-                leader = (await store.status()).leader
-                ids = {member.id: member.name for member in await store.members()}
-                first = next(member for member in members if member.name == ids[leader])
-                rest = [member for member in members if member is not first]
-                await asyncio.to_thread(first.kill)
-                revisions = [await put_when_possible(store, f"/m/{n}") for n in range(1, 20)]
-                await watcher.until(lambda w: w.changes and w.changes[-1].item.mod_revision == revisions[-1])
-                seen = [change.item.mod_revision for change in watcher.changes]
-                assert seen == sorted(set(seen))
-                assert set(revisions) <= set(seen)
-
-                await asyncio.to_thread(rest[0].kill)
-                await watcher.until(lambda w: w.connected[-1] is False)
-                async with asyncio.timeout(15):
-                    while (
-                        await store.status()
-                    ).leader:  # the last member takes a while to see that it is alone
-                        await asyncio.sleep(0.05)
-                with pytest.raises(StoreUnavailable) as error:
-                    await put(store, "/m/never")
-                assert not isinstance(error.value, StoreUncertain)
-                await asyncio.to_thread(rest[0].start, wait=False)
-                assert await put_when_possible(store, "/m/back") > revisions[-1]
-                await watcher.until(lambda w: w.changes[-1].item.key == "/m/back")
-    finally:
-        for member in members:
-            member.stop()
-
-
-# --- space -----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_full_etcd_is_told_from_a_missing_one(tmp_path: Path) -> None:
-    """ET-3: writes are refused, reads and keep-alives go on; after compaction, defragmentation and disarming it goes on."""
-    server = EtcdServer(tmp_path / "etcd", "--quota-backend-bytes", str(2 << 20))
-    server.start()
-    try:
-        async with store_at(server.url) as store:
-            lease = await store.grant_lease(60)
-            last = 0
-
-            async def fill() -> None:
-                nonlocal last
-                for n in range(100):
-                    last = await put(store, f"/full/{n % 3}", b"x" * 200_000)
-
-            with pytest.raises(StoreFull):
-                await fill()
-            assert await store.alarms() == ("NOSPACE",)
-            assert any("NOSPACE" in error for error in (await store.status()).errors)
-            assert await store.get("/full/0") is not None
-            assert await store.keep_alive(lease) > 0
-            await store.compact(last)
-            server.etcdctl("defrag")
-            server.etcdctl("alarm", "disarm")
-            assert await store.alarms() == ()
-            await put(store, "/full/0")
-    finally:
-        server.stop()
-
-
-async def test_status_names_version_and_size(etcd_server: EtcdServer) -> None:
-    async with store_at(etcd_server.url) as store:
-        status = await store.status()
-        (member,) = await store.members()
-        assert status.version.startswith("3.")
-        assert status.leader == status.member == member.id
-        assert 0 < status.used_bytes <= status.file_bytes
-        assert status.errors == ()
-        assert member.client_urls == (etcd_server.url,)
+async def test_a_replica_on_etcd_makes_up_for_a_compacted_gap(etcd_server: EtcdServer) -> None:
+    """ET-1, ET-2."""
+    async with (
+        store_at(etcd_server.url) as direct,
+        TcpProxy(etcd_server.client_port) as proxy,
+        store_at(proxy.url) as cut,
+    ):
+        replica = Replica(cut, lambda: Cluster(Settings()), lambda: 0, prefix="/replica/")
+        await put(direct, "/replica/goes")
+        following = asyncio.create_task(replica.run())
+        try:
+            async with asyncio.timeout(15):
+                await replica.ready()
+                await replica.wait_for(await put(direct, "/replica/stays"))
+                await proxy.refuse()
+                while replica.connected:
+                    await replica.wait_for_change(replica.changes)
+                await direct.txn([], [Delete("/replica/goes")])
+                last = await put(direct, "/replica/comes")
+                await direct.compact(last)
+                await proxy.restore()
+                await replica.wait_for(last)
+            assert set(replica.key_values) == {"/replica/stays", "/replica/comes"}
+            assert replica.connected
+            assert replica.numbers.listings == 2
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)

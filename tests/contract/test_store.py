@@ -23,9 +23,7 @@ from coordinator.store import (
     created_at,
     unchanged,
 )
-from tests.etcd_server import EtcdServer, etcd_server
-
-__all__ = ["etcd_server"]  # a fixture
+from tests.etcd_server import EtcdServer
 
 _numbers = itertools.count()
 
