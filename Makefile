@@ -45,8 +45,10 @@ lock:  ## write requirements.lock anew from pyproject.toml
 	{ echo '# Made by `make lock`: what a fresh install of Serai with its tests takes.'; \
 	  build/lock/bin/pip freeze --exclude-editable; } > requirements.lock
 
-protos: $(READY)  ## the stubs of coordinator/etcdpb from coordinator/etcd.proto
-	cd coordinator && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=etcdpb --pyi_out=etcdpb --grpc_python_out=etcdpb etcd.proto
+protos:  ## the stubs of coordinator/etcdpb; an older generator than ours, so that an older protobuf will do too
+	rm -rf build/protos && $(PYTHON) -m venv build/protos
+	build/protos/bin/pip install --quiet grpcio-tools==1.76.0
+	build/protos/bin/python -m grpc_tools.protoc -I coordinator --python_out=coordinator/etcdpb --pyi_out=coordinator/etcdpb coordinator/etcd.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info

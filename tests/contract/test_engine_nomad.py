@@ -17,7 +17,7 @@ from coordinator.engines import EngineRefused, LogsExpired
 from coordinator.model import TaskState
 from tests.contract.nomad_world import World, fake_world, sh
 from tests.contract.real_nomad import real_nomad
-from tests.docker_engine import DockerEngine, docker_engine  # noqa: F401
+from tests.docker_engine import DockerEngine
 from vgpu.reasons import ReasonCode
 
 

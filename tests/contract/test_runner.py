@@ -22,11 +22,9 @@ from nodeagent.runner import (
     Runner,
     TaskKey,
 )
-from tests.docker_engine import IMAGE, DockerEngine, docker_engine
+from tests.docker_engine import IMAGE, DockerEngine
 from vgpu.isolation.settings import GpuSettings
 from vgpu.slices import Slice
-
-__all__ = ["docker_engine"]
 
 KEY = TaskKey("0000000000000001", 1, 0)
 SLICE = Slice("GPU-a", 1024, 500, "timeslice")

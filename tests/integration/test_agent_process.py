@@ -31,10 +31,9 @@ from coordinator.store import Delete, Put
 from nodeagent.process_cleanup import stop_all
 from nodeagent.process_table import live_processes, marked_key
 from tests.contract.test_runner import KEY, container, grant
-from tests.etcd_server import EtcdServer, etcd_server
+from tests.etcd_server import EtcdServer
 from vgpu.inventory import NodeInventory
 
-__all__ = ["etcd_server"]
 pytestmark = pytest.mark.etcd
 
 

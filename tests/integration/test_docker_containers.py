@@ -16,10 +16,9 @@ from jobspecs.container import Grant
 from nodeagent.containers import DockerRunner
 from nodeagent.runner import OUTPUT_DROPPED, LaunchFailed, Observed, RunnerUnavailable, StopUnconfirmed
 from tests.contract.test_runner import KEY, container, end_of, grant, observe, output, until
-from tests.docker_engine import IMAGE, DockerEngine, docker_engine
+from tests.docker_engine import IMAGE, DockerEngine
 from vgpu.isolation.settings import Device, GpuSettings
 
-__all__ = ["docker_engine"]
 pytestmark = pytest.mark.docker
 
 

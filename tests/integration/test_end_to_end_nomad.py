@@ -1,0 +1,88 @@
+"""A job end to end through Nomad (the fake, held against recorded answers of a real one): submitted over HTTP, pinned
+to the chosen node, followed to its end; its slices free, the next job starts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from coordinator.client import Client
+from tests.fakenomad import FakeNomad, NomadServer
+from tests.integration.live import LiveCluster, live_cluster, spec
+
+pytestmark = pytest.mark.etcd
+
+
+@frozen
+class Nomad:
+    live: LiveCluster
+    admin: Client
+    fake: FakeNomad
+    nodes: dict[str, str]
+    address: str
+
+
+@pytest.fixture
+async def nomad(tmp_path: Path) -> AsyncIterator[Nomad]:
+    fake = FakeNomad()
+    nodes = {name: fake.add_node(f"client-of-{name}").id for name in ("n1", "n2")}
+    server = NomadServer(fake, heartbeat_seconds=0.5)
+    await server.start()
+    try:
+        async with live_cluster(tmp_path, launch_retries=1, back_off_seconds=1) as live:
+            await live.start_coordinator(engine="nomad", nomad=server.address)
+            admin = await live.bootstrap()
+            for name, id in nodes.items():
+                await live.start_agent(name, "simulated:2x16GiB:T4", "process", "--engine-node-id", id)
+            await admin.create_tenant("a", quota_memory="64GiB")
+            yield Nomad(live, admin, fake, nodes, server.address)
+    finally:
+        await server.stop()
+
+
+async def test_jobs_run_pinned_and_the_next_one_starts(nomad: Nomad) -> None:
+    sleeps = spec("sleeps", "sh", "-c", "sleep 100", tenant="a", gpus=2)
+    first, second = [await nomad.admin.submit(sleeps) for _ in range(2)]
+    third = await nomad.admin.submit(spec("third", "sh", "-c", "echo done; exit 3", tenant="a", gpus=2))
+    for job in (first, second):
+        await nomad.live.until(lambda id=job["id"]: _is(nomad.admin, id, "RUNNING"))  # type: ignore[misc]
+    placed = {(await nomad.admin.job(job["id"]))["tasks"][0]["node"] for job in (first, second)}
+    assert placed == {"n1", "n2"}
+    assert (await nomad.admin.job(third["id"]))["state"] == "PENDING"
+    running = {
+        container.labels["serai.job"]: container for container in nomad.fake.clients.containers.values()
+    }
+    for job in (first, second):
+        view = await nomad.admin.job(job["id"])
+        assert running[job["id"]].node == nomad.nodes[view["tasks"][0]["node"]]
+        assert len(running[job["id"]].devices) == 2
+    await nomad.admin.cancel(first["id"])
+    assert (await nomad.admin.wait_for(first["id"], timeout_seconds=30))["state"] == "CANCELLED"
+    ended = await nomad.admin.wait_for(third["id"], timeout_seconds=30)
+    assert (ended["state"], ended["exit_code"]) == ("FAILED", 3)
+    logs = b"".join([chunk async for chunk in nomad.admin.logs(third["id"])])
+    assert logs == b"done\n"
+    await nomad.admin.cancel(second["id"])
+    await nomad.admin.wait_for(second["id"], timeout_seconds=30)
+    assert await nomad.live.keys("grants/") == []
+
+
+async def test_a_coordinator_that_dies_after_registering_starts_nothing_twice(nomad: Nomad) -> None:
+    """RR-1: the next leader finds the attempt in Nomad by its id, and the attempt number stays."""
+    job = await nomad.admin.submit(spec("long", "sh", "-c", "sleep 100", tenant="a", gpus=1))
+    await nomad.live.until(lambda: _is(nomad.admin, job["id"], "RUNNING"))
+    nomad.live.kill("c1")
+    await nomad.live.start_coordinator("c2", engine="nomad", nomad=nomad.address)
+    admin = nomad.live.client("admin-token-of-the-tests")
+    await nomad.live.until(lambda: _is(admin, job["id"], "RUNNING"))
+    assert len(nomad.fake.clients.containers) == 1
+    assert (await admin.job(job["id"]))["attempt"] == 1
+    await admin.cancel(job["id"])
+    assert (await admin.wait_for(job["id"], timeout_seconds=30))["state"] == "CANCELLED"
+
+
+async def _is(client: Client, id: str, state: str) -> bool:
+    return bool((await client.job(id))["state"] == state)
