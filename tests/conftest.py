@@ -6,6 +6,13 @@ import asyncio
 import os
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no failure, so no example has a deadline. CI looks at the same examples each time, so that a change
+# is judged by what it changed; everybody else looks at new ones.
+settings.register_profile("serai", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") == "true" else "serai")
 
 # One etcd and one Docker Engine for the whole run, whichever test asks first.
 pytest_plugins = ["tests.docker_engine", "tests.etcd_server"]
