@@ -8,7 +8,15 @@ No floats: inside a cycle all priorities share one denominator, so they are comp
 tenant of weight 0 comes after all others and is served when nobody else waits; where all have weight 0 they are
 equal (QF-5). Quota may be exceeded while capacity is idle, up to the limit.
 
-A policy is data and one function, `rank`; `POLICIES` names them. `space-time` is the formula above.
+A policy is data and one function, `rank`; `POLICIES` names them. `space-time` is the formula above. `serai`, "debt
+first", keeps its two terms, but divides both by the tenant's own quota, and counts as debt only what was held beyond
+the entitled share, so that using what nobody else wanted costs nothing later:
+
+    space(t)    = 1 - held_memory_mib(t) / quota_memory_mib(t)
+    time(t)     = integral of (t's compute - t's entitled share of it) over the window W / (W * t's quota of compute)
+
+Its jobs that are within the entitled share go first, and the first of them that does not fit has the reservation
+(`Entitlement`, `coordinator.cycle`). A tenant without a quota is owed nothing: its space is -held / cluster.
 """
 
 from __future__ import annotations
@@ -21,31 +29,38 @@ from typing import Protocol
 from attrs import frozen
 
 from coordinator.model import Tenant
+from coordinator.shares import share_weights, water_fill
 from coordinator.snapshot import Snapshot
 from coordinator.usage import Headroom, Use
 from vgpu.reasons import Reason, ReasonCode
 
 MILLION = 1_000_000
+TRILLION = 10**12
 
 
 @frozen
 class Totals:
-    """What shares are shares of, and the common multiple of all weights."""
+    """What shares are shares of, and the common multiple of all weights. `window_ms` and the cluster's compute only
+    matter where time is measured against the entitled share."""
 
     cluster_memory_mib: int
     integral: int
     weights: int
+    cluster_compute_milli: int = 1
+    window_ms: int = 1
 
 
 @frozen
 class TenantUse:
-    """What one tenant's rank depends on. `weight` is never 0 here; `is_last` says that it was."""
+    """What one tenant's rank depends on. `weight` is never 0 here; `is_last` says that it was. `entitled` is the
+    integral of its entitled share of compute, beside `integral` of what it held."""
 
     quota_memory_mib: int
     held_memory_mib: int
     integral: int
     weight: int
     is_last: bool
+    entitled: int = 0
 
 
 Rank = Callable[["Policy", TenantUse, Totals], int]
@@ -62,6 +77,10 @@ class PolicyNumbers(Protocol):
     def time_weight(self) -> int: ...
     @property
     def max_wait_seconds(self) -> int: ...
+    @property
+    def round_up_milli(self) -> int: ...
+    @property
+    def withdrawal_seconds(self) -> int: ...
 
 
 class PolicySettings(Protocol):
@@ -73,7 +92,9 @@ class PolicySettings(Protocol):
 
 @frozen
 class Policy:
-    """`rank` gives the priority of a tenant in units of 1 / (cluster memory x integral x weights)."""
+    """`rank` gives the priority of a tenant in units of 1 / `unit`. With `owed_first` those who are owed are looked
+    at first and one of them may hold the reservation; without, only a job that waited beyond the bounded wait may.
+    A job is within its tenant's share if `round_up_milli` thousandths of it are: 500 is the nearest whole job."""
 
     name: str
     rank: Rank
@@ -81,6 +102,17 @@ class Policy:
     time_weight: int = 1
     max_wait_seconds: int = 72 * 3600
     placements_per_cycle: int = 500
+    owed_first: bool = False
+    round_up_milli: int = 500
+    withdrawal_seconds: int = 24 * 3600
+
+    def unit(self, totals: Totals) -> int:
+        return TRILLION if self.owed_first else totals.cluster_memory_mib * totals.integral * totals.weights
+
+    def is_owed(self, held: int, need: int, share: int) -> bool:
+        """Whether a job that needs `need` is within the entitled share of a tenant that holds `held`: memory, in any
+        unit. The first job of a tenant always is, so that a share below one job is no share of nothing."""
+        return share > 0 and (held <= 0 or 1000 * held + self.round_up_milli * need <= 1000 * share)
 
 
 @frozen
@@ -103,7 +135,18 @@ def space_time(policy: Policy, use: TenantUse, totals: Totals) -> int:
     return policy.space_weight * space - policy.time_weight * time
 
 
-POLICIES: Mapping[str, Rank] = {"space-time": space_time}
+def debt_first(policy: Policy, use: TenantUse, totals: Totals) -> int:
+    """Rounded down to trillionths."""
+    quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
+    base_mib = quota_mib if quota_mib > 0 else memory_mib
+    space = TRILLION * (max(0, quota_mib) - use.held_memory_mib) // base_mib
+    debt = TRILLION * (use.integral - use.entitled) * memory_mib
+    time = debt // (totals.window_ms * base_mib * totals.cluster_compute_milli * use.weight)
+    return policy.space_weight * space - policy.time_weight * time
+
+
+POLICIES: Mapping[str, Rank] = {"space-time": space_time, "serai": debt_first}
+OWED_FIRST = frozenset({"serai"})
 
 
 def policy_from(settings: PolicySettings) -> Policy:
@@ -116,7 +159,32 @@ def policy_from(settings: PolicySettings) -> Policy:
         fairness.time_weight,
         fairness.max_wait_seconds,
         settings.placements_per_cycle,
+        fairness.policy in OWED_FIRST,
+        fairness.round_up_milli,
+        fairness.withdrawal_seconds,
     )
+
+
+class Entitlement:
+    """What each tenant is entitled to hold now of the cluster's GPU memory, given what all of them hold and want."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, wanted: Mapping[str, Use]) -> None:
+        """`wanted`: what the waiting jobs of each tenant would hold."""
+        self._policy = policy
+        names = sorted(set(snapshot.held) | set(wanted))
+        records = [snapshot.tenant(name) for name in names]
+        demands = [
+            capped(snapshot.held.get(name, Use()).plus(wanted.get(name, Use())), record).memory
+            for name, record in zip(names, records, strict=True)
+        ]
+        shares = water_fill(snapshot.cluster_memory_mib, share_weights(records), demands)
+        self._shares = dict(zip(names, shares, strict=True))
+
+    def share_mib(self, tenant: str) -> int:
+        return self._shares.get(tenant, 0)
+
+    def covers(self, tenant: str, held: Use, need: Use) -> bool:
+        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant))
 
 
 class Standings:
@@ -135,6 +203,8 @@ class Standings:
             max(1, memory_mib),
             max(1, sum(use.compute for use in snapshot.usage.values())),
             lcm(*(self._weight(tenant) for tenant in self._tenants.values())),
+            max(1, snapshot.cluster_compute_milli),
+            1000 * snapshot.settings.fairness.window_seconds,
         )
 
     def turn(self, tenant: str) -> tuple[bool, int, str]:
@@ -155,7 +225,7 @@ class Standings:
         use, totals = self._use(tenant), self._totals
         is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
-        unit = totals.cluster_memory_mib * totals.integral * totals.weights
+        unit = self._policy.unit(totals)
         return Share(
             tenant=record,
             held=held,
@@ -193,6 +263,7 @@ class Standings:
             usage.compute,
             self._weight(tenant),
             not self._all_last and tenant.weight <= 0,
+            self._snapshot.entitled.get(name, 0),
         )
 
 
@@ -207,6 +278,15 @@ def headroom(tenant: Tenant, held: Use) -> Headroom:
     return Headroom(
         None if memory is None else max(0, memory - held.memory),
         None if compute is None else max(0, compute - held.compute),
+    )
+
+
+def capped(use: Use, tenant: Tenant) -> Use:
+    """As much of it as the tenant's limits allow."""
+    memory, compute = tenant.limit_memory_mib, tenant.limit_compute_milli
+    return Use(
+        use.compute if compute is None else min(use.compute, compute),
+        use.memory if memory is None else min(use.memory, memory),
     )
 
 

@@ -208,6 +208,10 @@ class NodeView:
         """All the GPU memory that the node could ever give out."""
         return sum(view.gpu.memory_mib for view in self.gpus if not view.gpu.unavailable)
 
+    @property
+    def gpu_compute_milli(self) -> int:
+        return sum(view.gpu.compute_milli for view in self.gpus if not view.gpu.unavailable)
+
 
 def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, Reason | None]:
     """Silence comes before anything else: what a silent node would accept does not matter.

@@ -102,7 +102,8 @@ Lines = Mapping[LineKey, Sequence[Job]]
 class Snapshot:
     """`jobs` hold slices, `waiting_jobs` do not; `lines` are the latter in order, by tenant. `tasks` and `grants` go
     by (job, attempt); a grant's value tells whether its end was asked for. `held` is what each tenant holds now,
-    `usage` its integral over the window. `restless` are the live jobs that may have to be settled. `next_due_ms` is
+    `usage` its integral over the window, `entitled` that of the compute it was entitled to; `withdrawn` tells when a
+    tenant last took back a job for which slices were reserved. `restless` are the live jobs that may have to be settled. `next_due_ms` is
     the next moment at which time alone changes something."""
 
     revision: int
@@ -119,6 +120,8 @@ class Snapshot:
     job_revisions: Mapping[str, int]
     held: Mapping[str, Use]
     usage: Mapping[str, Use]
+    entitled: Mapping[str, int] = field(factory=dict)
+    withdrawn: Mapping[str, int] = field(factory=dict)
     restless: frozenset[str] = frozenset()
     unreadable: tuple[str, ...] = ()
     next_due_ms: int | None = None
@@ -135,6 +138,11 @@ class Snapshot:
     def cluster_memory_mib(self) -> int:
         """GPU memory of all nodes that are not given up; what a tenant's share in space is a share of."""
         return sum(n.gpu_memory_mib for n in self.nodes.values() if n.status is not NodeStatus.LOST)
+
+    @property
+    def cluster_compute_milli(self) -> int:
+        """GPU compute of the same nodes."""
+        return sum(n.gpu_compute_milli for n in self.nodes.values() if n.status is not NodeStatus.LOST)
 
     def job(self, id: str) -> Job | None:
         """Live, waiting, or ended and still known."""

@@ -1,0 +1,113 @@
+"""What each tenant is entitled to: now, and over the window.
+
+The entitled share is weighted max-min (water-filling): capacity is dealt out by weight, and what a tenant does not want
+goes to the others, again by weight. All whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from attrs import define, field
+
+from coordinator.model import Tenant
+
+BUCKET_MS = 5 * 60 * 1000
+# Water levels are compared in steps of 2^-32 of a unit of weight; below that tenants count as equal.
+_LEVEL_BITS = 32
+
+
+def water_fill(capacity: int, weights: Sequence[int], demands: Sequence[int]) -> list[int]:
+    """Each one's share of `capacity`, rounded down, at most its demand. Those of weight 0 get what all others leave,
+    equally. The sum is the capacity or the sum of demands, whichever is less, but for rounding."""
+    shares = [0] * len(weights)
+    left = _fill(capacity, [n for n, w in enumerate(weights) if w > 0], weights, demands, shares)
+    if left > 0:
+        ones = [1] * len(weights)
+        _fill(left, [n for n, w in enumerate(weights) if w <= 0], ones, demands, shares)
+    return shares
+
+
+def share_weights(tenants: Sequence[Tenant]) -> list[int]:
+    """By quota; equal where nobody has one. A tenant of weight 0 comes after all others."""
+    weights = [tenant.quota_memory_mib if tenant.weight > 0 else 0 for tenant in tenants]
+    return weights if any(weights) else [1 if tenant.weight > 0 else 0 for tenant in tenants]
+
+
+def _fill(
+    left: int, members: list[int], weights: Sequence[int], demands: Sequence[int], shares: list[int]
+) -> int:
+    """Deals out to those who are satisfied soonest first; what is left over."""
+    asking = [((demands[n] << _LEVEL_BITS) // weights[n], n) for n in members if demands[n] > 0]
+    asking.sort()
+    weight = sum(weights[n] for _, n in asking)
+    for _, n in asking:
+        share = left * weights[n] // weight
+        demand = demands[n]
+        if share > demand:
+            share = demand
+        shares[n] = share
+        left -= share
+        weight -= weights[n]
+    return left
+
+
+@define
+class _Bucket:
+    start_ms: int
+    amounts: dict[str, int] = field(factory=dict)
+
+
+class ShareLedger:
+    """The integral of each tenant's entitled share over a sliding window, in share x milliseconds.
+
+    It is kept in buckets of five minutes, so that it costs as much for a busy cluster as for an idle one; of the
+    oldest bucket only the part inside the window counts, taken as even. Owned by one `Cluster`."""
+
+    def __init__(self, window_ms: int) -> None:
+        self._window_ms = window_ms
+        self._rates: dict[str, int] = {}
+        self._at_ms: int | None = None
+        self._buckets: deque[_Bucket] = deque()
+        self._sums: dict[str, int] = {}
+
+    def set(self, now_ms: int, rates: Mapping[str, int]) -> None:
+        """From now on the tenants are entitled to `rates`; until now it was what was last set."""
+        self._advance(now_ms)
+        self._rates = {tenant: rate for tenant, rate in rates.items() if rate}
+
+    def window(self, now_ms: int) -> dict[str, int]:
+        """Each tenant's integral over [now - window, now]."""
+        self._advance(now_ms)
+        start_ms = now_ms - self._window_ms
+        while self._buckets and self._buckets[0].start_ms + BUCKET_MS <= start_ms:
+            for tenant, amount in self._buckets.popleft().amounts.items():
+                self._sums[tenant] -= amount
+                if not self._sums[tenant]:
+                    del self._sums[tenant]
+        if not self._buckets or self._buckets[0].start_ms >= start_ms:
+            return dict(self._sums)
+        oldest = self._buckets[0]
+        past_ms = start_ms - oldest.start_ms
+        return {
+            tenant: amount - oldest.amounts.get(tenant, 0) * past_ms // BUCKET_MS
+            for tenant, amount in self._sums.items()
+        }
+
+    def _advance(self, now_ms: int) -> None:
+        at_ms = self._at_ms
+        self._at_ms = now_ms if at_ms is None else max(at_ms, now_ms)
+        if at_ms is None or now_ms <= at_ms or not self._rates:
+            return
+        at_ms = max(at_ms, now_ms - self._window_ms - BUCKET_MS)
+        while at_ms < now_ms:
+            start_ms = at_ms - at_ms % BUCKET_MS
+            until_ms = min(now_ms, start_ms + BUCKET_MS)
+            if not self._buckets or self._buckets[-1].start_ms != start_ms:
+                self._buckets.append(_Bucket(start_ms))
+            amounts, sums, span_ms = self._buckets[-1].amounts, self._sums, until_ms - at_ms
+            for tenant, rate in self._rates.items():
+                amounts[tenant] = amounts.get(tenant, 0) + rate * span_ms
+                sums[tenant] = sums.get(tenant, 0) + rate * span_ms
+            at_ms = until_ms
