@@ -1,6 +1,6 @@
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobspecs.fields import MAX_FAULTS
@@ -375,6 +375,7 @@ def test_what_is_shown_can_be_submitted_again_property():
     seen = set()
 
     @given(job_specs())
+    @settings(max_examples=400)  # enough to see every isolation
     def holds(spec):
         view = spec_view(spec, mask=False)
         assert read_spec(view, tenant=None) == spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.model import Task, TaskState
@@ -463,7 +463,8 @@ def test_whatever_is_seen_nothing_unsafe_is_ordered_property() -> None:
     reached: set[str] = set()
 
     @given(VIEWS)
-    @settings(max_examples=600, deadline=None)
+    @example(view(grants=(granted(),), gpus={GPU: ""}))  # a start needs nine draws to fall its way
+    @settings(max_examples=600)
     def check(drawn: View) -> None:
         actions = reconcile(drawn)
         assert reconcile(drawn) == actions
