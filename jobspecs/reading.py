@@ -138,13 +138,14 @@ def _task(fields: Fields, item: object, position: int, groups: int) -> TaskSpec:
 
 def _check_size(spec: JobSpec, fields: Fields) -> None:
     """Last, on a spec that is right otherwise: it must fit into the store, as a record and as grants."""
-    size = sum(launch_bytes(task) for task in spec.tasks)
+    sizes = [(task.count, launch_bytes(task)) for task in spec.tasks]
+    size = sum(each for _, each in sizes)
     if size > MAX_SPEC_BYTES:
         fields.fault(
             "tasks", "the spec is too large to be stored", f"{MAX_SPEC_BYTES} bytes", f"{size} bytes"
         )
         return
-    launch = sum(task.count * launch_bytes(task) for task in spec.tasks)
+    launch = sum(count * each for count, each in sizes)
     if launch > MAX_LAUNCH_BYTES:
         message = (
             "all tasks together start with too much environment and command: use fewer tasks or a smaller env"

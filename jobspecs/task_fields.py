@@ -43,6 +43,7 @@ LAUNCH_BYTES_PER_GPU = 450
 LAUNCH_BYTES_MPS = 850
 
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]*", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # These decide which GPUs a container sees and how much of them: they are Serai's (an image's own are overlaid).
 RESERVED_ENV = re.compile(r"NVIDIA_.*|CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|SERAI_.*", re.ASCII)
@@ -219,10 +220,11 @@ def _compute(gpus: Fields, isolation: str) -> int:
 
 def launch_bytes(task: TaskSpec) -> int:
     """An upper estimate of what one such task takes in the store."""
-    text = [task.image, *task.command, *task.env, *task.env.values()]
+    items = [task.image, *task.command, *task.env, *task.env.values()]
+    text = "".join(items)
     # JSON writes a control character, the costliest one, as six bytes; quotes and backslashes as two.
-    own = sum(len(item.encode()) + item.count('"') + item.count("\\") + 4 for item in text)
-    own += 5 * sum(item.count(chr(code)) for item in text for code in range(32))
+    own = len(text.encode()) + text.count('"') + text.count("\\") + 4 * len(items)
+    own += 5 * len(_CONTROL.findall(text))
     may_be_mps = (
         task.gpus.count == 1 and (task.gpus.isolation or ("" if task.gpus.is_whole else "mps")) == "mps"
     )
