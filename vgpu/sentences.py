@@ -207,6 +207,8 @@ def sentence(reason: Reason) -> str:
         text = _turned_away(reason, counts, used)
     else:
         text = _fill(TEMPLATES[reason.code], reason, used)
+        if len(reason.subjects) == reason.numbers.get("nodes"):
+            used.add("nodes")  # they have been named, each of them
     rest = [_named(name, value) for name, value in reason.numbers.items() if name not in used]
     return f"{text} ({', '.join(rest)})" if rest else text
 

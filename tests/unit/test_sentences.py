@@ -108,6 +108,7 @@ def test_waiting_as_placement_tells_it():
         ),
         (Reason(C.LAUNCH_FAILED, detail="no such\n  device"), "could not be started: no such device"),
         (Reason(C.PLACED, subjects=("n1", "n2")), "placed on n1, n2"),
+        (Reason(C.PLACED, {"nodes": 2, "gpus": 4}, ("n1", "n2")), "placed on n1, n2: 4 GPUs"),
         (
             Reason(C.OUT_OF_MEMORY, {"task": 0, "limit_memory_mib": 64}),
             "task 0: ran out of memory; its limit was 64 MiB; ask for more memory",
