@@ -157,6 +157,13 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
+def _spare_the_collector() -> None:
+    """What was read at the start lives as long as the process: let it look only at what came later, and less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+
+
 def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
     return Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms)
 
@@ -180,6 +187,7 @@ async def _run_api(options: argparse.Namespace, settings: Settings) -> int:
         address = _address(host or "127.0.0.1", runner)
         await _first(replica.ready(), stop.wait(), following)
         _ready("api", address)
+        _spare_the_collector()
         await _first(stop.wait(), following)
     finally:
         await runner.cleanup()
@@ -220,10 +228,7 @@ async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int
     try:
         await _first(replica.ready(), stop.wait(), following)
         _ready("scheduler", "")
-        # What was read at the start lives as long as the process: let the collector look only at what came later.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 50, 1_000)
+        _spare_the_collector()
         leading = asyncio.create_task(_lead(options, settings, store, replica, engine))
         try:
             await _first(stop.wait(), following, leading)

@@ -73,6 +73,7 @@ class Cluster:
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
         self._due: list[tuple[int, str]] = []
+        self._news = 0
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -100,6 +101,17 @@ class Cluster:
     def inventory_of(self, node: str) -> NodeInventory | None:
         return self._machines.inventory_of(node)
 
+    @property
+    def news(self) -> int:
+        """Grows with everything that may let a cycle decide otherwise: a job that waits or ends, a tenant, a node. What
+        only changes the picture (a newer report, a task that came to run) leaves it alone."""
+        return self._news + self._machines.news
+
+    @property
+    def due_ms(self) -> int | None:
+        """When to look again though nothing came: at the latest when time alone changes something about a job."""
+        return self._due[0][0] if self._due else None
+
     def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The usage records that have changed since the last call, for the leader to write."""
         self._end_listing()
@@ -111,6 +123,7 @@ class Cluster:
         next_due_ms = self._next_due(now_ms)
         return Snapshot(
             revision=self.revision,
+            news=self.news,
             now_ms=now_ms,
             settings=self._settings,
             nodes=nodes,
@@ -152,11 +165,12 @@ class Cluster:
         if before is not None and job.allocation == before.allocation:
             # It holds what it held: nothing is charged twice.
             self._restless.discard(job.id)
+            self._news += 1
             self._jobs.own()[job.id] = job
             self._machines.hold(job)
             self._look_at(job)
             return
-        self._forget_job(job.id, now_ms)
+        self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
         if job.state.is_final:
             if self._keep_done:
                 self._done.own()[job.id] = job
@@ -175,19 +189,23 @@ class Cluster:
         if is_here or (event.folder == "done" and not is_elsewhere):
             self._revisions.own().pop(event.id, None)
 
-    def _forget_job(self, id: str, now_ms: int) -> None:
+    def _forget_job(self, id: str, now_ms: int, is_placed: bool = False) -> None:
+        """That a job was placed is no news: it was this leader's own decision, and leaves less for others."""
         self._restless.discard(id)
         if id in self._done.now:
             del self._done.own()[id]
         if id in self._waiting.now:
             job = self._waiting.own().pop(id)
+            self._news += not is_placed
             self._line(job, lambda line: _remove(line, job))
         if id in self._jobs.now:
             job = self._jobs.own().pop(id)
+            self._news += 1
             self._machines.free(job)
             self._charge(job, now_ms, -1)
 
     def _queue(self, job: Job) -> None:
+        self._news += 1
         self._waiting.own()[job.id] = job
         self._line(job, lambda line: insort(line, job, key=_age))
         waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
@@ -218,6 +236,7 @@ class Cluster:
         tasks = self.tasks_of(job.id, job.attempt)
         if is_restless(job, tasks):
             self._restless.add(job.id)
+            self._news += 1
         due = due_ms(job, tasks, self._settings)
         if due is not None:
             heapq.heappush(self._due, (due, job.id))
@@ -240,9 +259,11 @@ class Cluster:
             self._tasks.own().pop(key, None)
 
     def _tenant_seen(self, event: model.TenantSeen, now_ms: int) -> None:
+        self._news += 1
         self._tenants.own()[event.tenant.name] = event.tenant
 
     def _tenant_gone(self, event: model.TenantGone, now_ms: int) -> None:
+        self._news += 1
         self._tenants.own().pop(event.name, None)
 
     def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:
@@ -315,12 +336,14 @@ class Cluster:
                 heapq.heappop(self._due)
                 job = self._jobs.now.get(id)
                 if job is None:
+                    self._news += 1
                     continue
                 again_ms = due_ms(job, self.tasks_of(id, job.attempt), self._settings)
                 if again_ms is not None and again_ms > now_ms:
                     heapq.heappush(self._due, (again_ms, id))
                 elif again_ms is not None:
                     self._restless.add(id)
+                    self._news += 1
         return None
 
 

@@ -92,6 +92,7 @@ class Committer:
         self._fence_revision = fence_revision
         self._renewing = asyncio.Lock()
         self._in_doubt = False
+        self._unseen_revision = 0
 
     @property
     def fence(self) -> Compare:
@@ -100,7 +101,11 @@ class Committer:
     async def commit(self, intents: Sequence[Intent]) -> Outcome:
         """Raises `LeadershipLost`. After any other end the caller may plan again once the replica has passed
         `Outcome.revision`."""
-        doubt_revision = await self.renew() if self._in_doubt else 0
+        if self._in_doubt:
+            await self.renew()
+        if self._unseen_revision:
+            # What was planned may not know what had landed: it could give the same slices away a second time.
+            return Outcome(self._seen_from_now(), unavailable=True)
         gate = asyncio.Semaphore(TRANSACTIONS_IN_FLIGHT)
 
         async def send(batch: Sequence[Intent]) -> Outcome:
@@ -110,23 +115,35 @@ class Committer:
         results = await asyncio.gather(
             *(send(batch) for batch in self._batches(intents)), return_exceptions=True
         )
-        self._in_doubt = any(isinstance(result, StoreUncertain) for result in results)
+        if any(isinstance(result, StoreUncertain) for result in results):
+            self._in_doubt = True
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, StoreUnavailable):
                 raise result
-        outcome = merged(
-            [Outcome(doubt_revision), *(result for result in results if isinstance(result, Outcome))]
-        )
+        outcome = merged(result for result in results if isinstance(result, Outcome))
         if any(isinstance(result, StoreUnavailable) for result in results):
             outcome = evolve(outcome, unavailable=True)
         if self._in_doubt:
-            outcome = evolve(outcome, revision=max(outcome.revision, await self.renew()))
+            await self.renew()
+            outcome = evolve(outcome, revision=max(outcome.revision, self._seen_from_now()))
         return outcome
+
+    def _seen_from_now(self) -> int:
+        """The revision of the last renewal, which the caller waits for before it plans again."""
+        revision, self._unseen_revision = self._unseen_revision, 0
+        return revision
 
     async def write(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """One fenced transaction for what is no job's: usage, clean-up, observed tasks. Raises `LeadershipLost`,
-        `StoreUnavailable`."""
-        result = await self._store.txn([self.fence, *compares], writes)
+        `StoreUnavailable`. After a lost answer the next write of this term shuts it out first, so that it cannot undo
+        what is written meanwhile."""
+        if self._in_doubt:
+            await self.renew()
+        try:
+            result = await self._store.txn([self.fence, *compares], writes)
+        except StoreUncertain:
+            self._in_doubt = True
+            raise
         if not result.succeeded:
             self._check(result)
         return result
@@ -152,6 +169,7 @@ class Committer:
             self._leadership = wanted
             self._fence_revision = revision
             self._in_doubt = False
+            self._unseen_revision = revision
             return revision
 
     def _batches(self, intents: Sequence[Intent]) -> list[list[Intent]]:
@@ -189,7 +207,7 @@ class Committer:
                 return Outcome(result.revision, tuple(intent.job for intent in remaining), tuple(refused))
             self._check(result)
             changed = {
-                intent.job for intent in remaining if not all(_holds(c, result) for c in intent.compares)
+                intent.job for intent in remaining if not all(holds(c, result) for c in intent.compares)
             }
             if not changed:
                 raise StoreUnavailable("a transaction was refused, and none of its conditions had changed")
@@ -198,11 +216,12 @@ class Committer:
         return Outcome(refused=tuple(refused))
 
     def _check(self, result: TxnResult) -> None:
-        if not _holds(self.fence, result):
+        if not holds(self.fence, result):
             raise LeadershipLost("another coordinator holds the leader key")
 
 
-def _holds(compare: Compare, result: TxnResult) -> bool:
+def holds(compare: Compare, result: TxnResult) -> bool:
+    """Whether the condition held where the transaction was refused, as far as the answer tells."""
     if compare.key not in result.seen:
         return True
     item = result.seen[compare.key]

@@ -40,9 +40,10 @@ def placement_intent(job: Job, allocation: Allocation, grants: Sequence[Grant], 
     waiting = queue_key(job.tenant, job.id)
     if waiting not in keys:
         return None
+    # In this order: whoever folds it sees a job that was placed, and never one that is nowhere.
     writes: list[Write] = [
-        Delete(waiting),
         Put(job_key(job.id), encode(_trimmed(allocated(job, allocation)))),
+        Delete(waiting),
     ]
     writes += [Put(grant_key(grant.node, grant.job, grant.attempt), encode(grant)) for grant in grants]
     return Intent(job.id, (unchanged(waiting, keys[waiting].mod_revision),), tuple(writes))

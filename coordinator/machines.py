@@ -54,6 +54,7 @@ class Machines:
         self._claims: dict[str, set[str]] = {}
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
+        self.news = 0  # grows with what may let a cycle decide otherwise
 
     @property
     def unreadable_keys(self) -> tuple[str, ...]:
@@ -80,6 +81,7 @@ class Machines:
 
     def renew_grace(self, now_ms: int) -> None:
         """Silence counts anew from now: what a standby saw before it led may have been its own deafness (LE-3)."""
+        self.news += 1
         for machine in self._machines.values():
             if machine.missing_since_ms is not None:
                 machine.missing_since_ms = now_ms
@@ -90,6 +92,8 @@ class Machines:
         return machine.inventory if machine else None
 
     def apply(self, event: model.Event, now_ms: int) -> None:
+        if not isinstance(event, model.ReportSeen):
+            self.news += 1
         if isinstance(event, model.InventorySeen):
             self._inventory(event.inventory.node, event.inventory, now_ms)
         elif isinstance(event, model.InventoryGone):
@@ -120,6 +124,7 @@ class Machines:
         if task.state is TaskState.EXITED and task.released:
             ended_ms = now_ms if task.ended_at_ms is None else task.ended_at_ms
             self._machine(task.node).released[task.attempt_key] = ended_ms
+            self.news += 1
 
     def grant_seen(self, node: str, job: str, attempt: int) -> None:
         self._machine(node).grants.add((job, attempt))
@@ -132,6 +137,7 @@ class Machines:
     def readable(self, record: RecordId) -> None:
         """The record can be read again, or is gone: the nodes that it closed open."""
         if record in self._unreadable:
+            self.news += 1
             _, nodes = self._unreadable.pop(record)
             self._stale.update(nodes, self._granted(record))
 
@@ -160,6 +166,8 @@ class Machines:
 
     def _report(self, report: NodeReport, now_ms: int) -> None:
         machine = self._machine(report.node)
+        if machine.released or machine.report is None or _decides(machine.report) != _decides(report):
+            self.news += 1  # most reports only bring newer figures, and no cycle is run for them
         machine.report = report
         machine.missing_since_ms = None
         machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}
@@ -202,6 +210,8 @@ class Machines:
             self._stale.add(machine.name)
             view = self._views.get(machine.name)
             is_lost = now_ms - (machine.missing_since_ms or 0) >= lost_ms
+            if is_lost and view is not None and view.status is not NodeStatus.LOST:
+                self.news += 1
             if machine.inventory is not None and is_lost != (view and view.status is NodeStatus.LOST):
                 for gpu in machine.inventory.gpus:
                     self._stale |= self._claims[gpu.uuid]
@@ -250,3 +260,17 @@ class Machines:
         if machine.report is not None or machine.missing_since_ms is None:
             return False
         return now_ms - machine.missing_since_ms >= lost_ms
+
+
+def _decides(report: NodeReport) -> tuple[object, ...]:
+    """What a node's view takes from a report (`coordinator.nodes`), less the figures that are only shown."""
+    gpus = [
+        (
+            gpu.uuid,
+            gpu.fault,
+            gpu.memory_used_mib if gpu.processes is None else None,
+            [(p.attempt, None if p.attempt else p.memory_mib) for p in gpu.processes or ()],
+        )
+        for gpu in report.gpus
+    ]
+    return report.held, report.closed, gpus

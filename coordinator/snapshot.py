@@ -14,6 +14,7 @@ from attrs import evolve, field, frozen
 from coordinator.model import Job, Task, Tenant
 from coordinator.nodes import NodeStatus, NodeView
 from coordinator.usage import Use
+from coordinator.worth import Worth
 from jobspecs.spec import JobSpec
 from vgpu.inventory import NodeInventory
 from vgpu.slices import SliceRequest
@@ -104,7 +105,8 @@ class Snapshot:
     by (job, attempt); a grant's value tells whether its end was asked for. `held` is what each tenant holds now,
     `usage` its integral over the window, `entitled` that of the compute it was entitled to; `withdrawn` tells when a
     tenant last took back a job for which slices were reserved. `restless` are the live jobs that may have to be settled. `next_due_ms` is
-    the next moment at which time alone changes something."""
+    the next moment at which time alone changes something. `news` is `Cluster.news`: of two snapshots of one cluster
+    with the same, the later needs no cycle."""
 
     revision: int
     now_ms: int
@@ -125,6 +127,8 @@ class Snapshot:
     restless: frozenset[str] = frozenset()
     unreadable: tuple[str, ...] = ()
     next_due_ms: int | None = None
+    worth: Worth | None = None
+    news: int = 0
 
     @property
     def waiting(self) -> Collection[Job]:

@@ -51,7 +51,10 @@ class LogsExpired(Exception):
 
 
 class Engine(Protocol):
+    """`by_grants`: the committed grants are the launch and the stop, so that the engine is told neither."""
+
     name: str
+    by_grants: bool
 
     async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
         """Starts all tasks of the attempt. Raises `EngineUnavailable` or `EngineRefused`."""

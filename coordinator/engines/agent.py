@@ -23,6 +23,7 @@ class AgentEngine:
     """`endpoint` looks up where a node serves the output of its tasks (None = it does not report)."""
 
     name = "agent"
+    by_grants = True
 
     def __init__(self, endpoint: Callable[[str], Awaitable[Endpoint | None]]) -> None:
         self._endpoint = endpoint

@@ -38,6 +38,7 @@ class NomadEngine:
     a stop that Nomad did not hear is repeated."""
 
     name = "nomad"
+    by_grants = False
 
     def __init__(
         self,

@@ -76,12 +76,16 @@ class Rpc:
 
     def _unary(self, path: str, request: type, answer: type) -> grpc.aio.UnaryUnaryMultiCallable:
         return self._channel.unary_unary(
-            _SERVICE + path, request_serializer=request.SerializeToString, response_deserializer=answer.FromString
+            _SERVICE + path,
+            request_serializer=request.SerializeToString,
+            response_deserializer=answer.FromString,
         )
 
     def stream(self, path: str, request: type, answer: type) -> grpc.aio.StreamStreamCall:
         return self._channel.stream_stream(
-            _SERVICE + path, request_serializer=request.SerializeToString, response_deserializer=answer.FromString
+            _SERVICE + path,
+            request_serializer=request.SerializeToString,
+            response_deserializer=answer.FromString,
         )()
 
     async def close(self) -> None:
@@ -102,7 +106,14 @@ class Node:
     def inventory(self) -> NodeInventory:
         gpus = SimulatedSource(self.name, GPUS).read_inventory()
         return NodeInventory(
-            self.name, f"machine-{self.name}", "bench", gpus.gpus, gpus.links, 192_000, 1_500_000, simulated=True
+            self.name,
+            f"machine-{self.name}",
+            "bench",
+            gpus.gpus,
+            gpus.links,
+            192_000,
+            1_500_000,
+            simulated=True,
         )
 
     def report(self) -> pb.RequestOp:
@@ -145,10 +156,19 @@ class Node:
         now_ms = clock_ms()
         for wish in wishes:
             compare = request.compare.add()
-            compare.key, compare.target, compare.create_revision = wish.grant_key, pb.Compare.CREATE, wish.created
+            compare.key, compare.target, compare.create_revision = (
+                wish.grant_key,
+                pb.Compare.CREATE,
+                wish.created,
+            )
             for container in wish.grant.containers:
                 task = Task(
-                    wish.grant.job, wish.grant.attempt, container.task, self.name, wish.state, started_at_ms=now_ms
+                    wish.grant.job,
+                    wish.grant.attempt,
+                    container.task,
+                    self.name,
+                    wish.state,
+                    started_at_ms=now_ms,
                 )
                 if wish.state is TaskState.EXITED:
                     task = _ended(task, now_ms)
@@ -266,7 +286,9 @@ class Fleet:
 
     async def keep_reporting(self, period_seconds: float) -> None:
         """Each node renews its lease and writes its report once a period, one after another."""
-        keep_alive = self.rpc.stream("Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
+        keep_alive = self.rpc.stream(
+            "Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse
+        )
         due = time.monotonic()
         while True:
             for node in self.nodes:
@@ -291,11 +313,13 @@ async def run(options: argparse.Namespace) -> None:
     await fleet.done.wait()
     Path(options.out).write_bytes(msgspec.json.encode(fleet.result()))
     print(json.dumps({"event": "done"}), flush=True)
-    await rpc.close()
+    await asyncio.Event().wait()  # until it is ended: what it used is read while it lives
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--etcd", required=True, help="host:port")
     parser.add_argument("--nodes", type=int, default=1_000)
     parser.add_argument("--expect", type=int, required=True, help="jobs until this process is done")

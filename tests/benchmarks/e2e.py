@@ -122,7 +122,9 @@ async def _check(here: World, mode: Mode, jobs: int, seen: Mapping[str, Any]) ->
     live = 0 if ended else jobs
     expected = {"queue/": 0, "jobs/": live, "grants/": live, "tasks/": live, "done/": jobs - live}
     if found != expected or seen["refused"] or seen["lost_watches"]:
-        raise AssertionError(f"{found} in etcd, expected {expected}; the agents saw {seen['refused']} refusals")
+        raise AssertionError(
+            f"{found} in etcd, expected {expected}; the agents saw {seen['refused']} refusals"
+        )
 
 
 def _quantile(ordered: Sequence[float], part: float) -> float:
@@ -166,7 +168,9 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--modes", default="", help=f"some of {', '.join((*MODES, *OTHERS))}; all by default")
     parser.add_argument("--nodes", type=int, default=1_000)

@@ -86,7 +86,9 @@ async def lead(url: str, warm: bool) -> float:
     term = await campaign(store, settings, "bench", clock_ms)
     if warm:
         began = time.monotonic()
-    leading = asyncio.create_task(serve_term(term, store, replica, AgentEngine(no_endpoint), settings, clock_ms))
+    leading = asyncio.create_task(
+        serve_term(term, store, replica, AgentEngine(no_endpoint), settings, clock_ms)
+    )
     await asyncio.wait({store.at, leading}, return_when=asyncio.FIRST_COMPLETED)
     took_ms = 1000 * (store.at.result() - began)
     for task in (leading, following):

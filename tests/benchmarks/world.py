@@ -43,7 +43,9 @@ class World:
         self.leader_metrics = ""
         self._out = folder / "agents.json"
 
-    async def begin(self, expected: int, until: str, agents: Sequence[str], settings: Mapping[str, Any]) -> None:
+    async def begin(
+        self, expected: int, until: str, agents: Sequence[str], settings: Mapping[str, Any]
+    ) -> None:
         """Tenants, leader, API and nodes, in a state in which the first submit finds everything warm."""
         quota = CLUSTER_MEMORY_MIB // len(TENANTS)
         tenants = [Put(tenant_key(name), encode(Tenant(name, quota))) for name in TENANTS]
