@@ -15,6 +15,7 @@ from coordinator.store import (
     Delete,
     MemoryStore,
     Put,
+    StoreUnavailable,
     StoreUncertain,
     TxnResult,
     Write,
@@ -33,9 +34,12 @@ class LosesAnswers(MemoryStore):
         super().__init__(lambda: 0.0)
         self.keep_back = 0
         self.lose_after = 0
+        self.is_cut = self.is_cut_after = False  # nothing gets through; from the next lost answer on
         self.late: list[tuple[Sequence[Compare], Sequence[Write]]] = []
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
+        if self.is_cut:
+            raise StoreUnavailable("no connection")
         if self.keep_back:
             self.keep_back -= 1
             self.late.append((compares, writes))
@@ -43,6 +47,7 @@ class LosesAnswers(MemoryStore):
         result = await super().txn(compares, writes)
         if self.lose_after:
             self.lose_after -= 1
+            self.is_cut = self.is_cut_after
             raise StoreUncertain("no answer")
         return result
 
@@ -124,7 +129,7 @@ async def test_a_late_transaction_cannot_double_book(renews: bool) -> None:
         assert outcome.revision  # once the replica has passed it, what it shows is final
     else:
         with pytest.raises(StoreUncertain):
-            await committer.write([], [placing("a", seen["a"], b"gpu-0").writes[1]])
+            await store.txn([committer.fence], [placing("a", seen["a"], b"gpu-0").writes[1]])
     await committer.commit([placing("b", seen["b"], b"gpu-0")])
     landed = await store.land()
     holders = [key for key in ("/j/a", "/j/b") if await store.get(key) is not None]
@@ -140,6 +145,37 @@ async def test_a_lost_answer_of_the_renewal_itself_is_read_back() -> None:
     assert outcome.unavailable
     assert await store.get("/j/a") is not None  # it had landed
     assert (await committer.commit([placing("b", seen["b"])])).written == ("b",)
+
+
+async def test_a_plan_that_may_not_know_what_had_landed_is_not_sent() -> None:
+    """The answer to placing `a` is lost and the renewal after it fails, so nobody knows yet that `a` has the GPU. The
+    plan of the next cycle, made meanwhile, gives it to `b`: it must not be sent before the replica has caught up."""
+    store = LosesAnswers()
+    committer = await elected(store)
+    seen = await waiting(store, "a", "b")
+    store.lose_after, store.is_cut_after = 1, True
+    with pytest.raises(StoreUnavailable):
+        await committer.commit([placing("a", seen["a"], b"gpu-0")])
+    store.is_cut_after = store.is_cut = False
+    outcome = await committer.commit([placing("b", seen["b"], b"gpu-0")])
+    assert outcome.unavailable
+    assert outcome.revision == store.revision
+    assert await store.get("/j/b") is None
+    assert (await committer.commit([placing("b", seen["b"], b"gpu-1")])).written == ("b",)
+
+
+async def test_a_late_write_beside_the_plan_is_shut_out_by_the_next_one() -> None:
+    """What was seen of a task is written late: it must not undo what was seen of it since."""
+    store = LosesAnswers()
+    committer = await elected(store)
+    store.keep_back = 1
+    with pytest.raises(StoreUncertain):
+        await committer.write([], [Put("/t/a", b"running")])
+    await committer.write([], [Put("/t/a", b"ended")])
+    assert await store.land() == [False]
+    item = await store.get("/t/a")
+    assert item is not None
+    assert item.value == b"ended"
 
 
 async def test_transactions_in_flight_share_one_fence() -> None:

@@ -1,0 +1,351 @@
+"""What must hold after every write of the store and after every start of a container (section 9 of the design).
+
+Two accounts are kept: of the records, folded into a `Cluster` of our own; and of the machines, as they really are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from coordinator import lifecycle
+from coordinator.cluster import Cluster
+from coordinator.config import Settings
+from coordinator.endings import INFRASTRUCTURE
+from coordinator.model import Allocation, Job, JobState, Task, TaskState
+from coordinator.records import (
+    GRANTS,
+    LEADER,
+    TASKS,
+    Leadership,
+    decode,
+    event,
+)
+from coordinator.store import Change
+from nodeagent.runner import TaskKey
+from tests.invariants import check_snapshot
+from tests.simulation.loop import Process, VirtualLoop
+from tests.simulation.machine import Box, Machine
+from tests.simulation.store import Applied, Server
+from vgpu.reasons import ReasonCode
+
+FULL_CHECK_EACH = 12
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+def hold(condition: object, text: str) -> None:
+    if not condition:
+        raise Violation(text)
+
+
+class Checks:
+    """`failure` is the first violation; the world stops at it."""
+
+    def __init__(self, loop: VirtualLoop, settings: Settings, machines: Mapping[str, Machine]) -> None:
+        self.loop = loop
+        self.settings = settings
+        self.machines = machines
+        self.cluster = Cluster(settings, keep_done=True)
+        self.failure: Violation | None = None
+        self.acknowledged: dict[str, str] = {}  # job -> what was acknowledged last: submit or cancel
+        self.never: set[str] = set()  # jobs whose submit was refused for certain
+        self.jobs: dict[str, Job] = {}
+        self.allocations: dict[tuple[str, int], Allocation] = {}
+        self.on_end: Callable[[Box], None] = lambda box: None
+        self.grants: set[tuple[str, str, int]] = set()
+        self.exits: dict[TaskKey, int | None] = {}
+        self.starts: dict[TaskKey, int] = defaultdict(int)
+        self.given_up: dict[tuple[str, int], set[str]] = {}
+        self.coordinators: dict[Process, str] = {}
+        self.last_heard: dict[str, float] = {}
+        self.story: list[str] = []
+        self._folders: dict[str, set[str]] = defaultdict(set)
+        self._writes = 0
+
+    def tell(self, text: str) -> None:
+        self.story.append(f"{self.loop.time():9.3f} {text}")
+
+    def fail(self, violation: AssertionError) -> None:
+        if self.failure is None:
+            self.failure = Violation(str(violation) or repr(violation))
+            self.tell(f"VIOLATION {violation}")
+            self.loop.stop()
+
+    # --- the records -----------------------------------------------------------------------------------------------
+
+    def applied(self, applied: Applied) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self._check_sender(applied)
+            is_about_jobs = False
+            for change in applied.changes:
+                is_about_jobs |= self._fold(change, applied)
+            self.cluster.revision = applied.revision
+            if is_about_jobs:
+                self._check_records()
+                self._writes += 1
+                if self._writes % FULL_CHECK_EACH == 0:
+                    check_snapshot(self.cluster.snapshot(self.loop.wall_ms()))
+        except AssertionError as violation:
+            self.fail(violation)
+
+    def _check_sender(self, applied: Applied) -> None:
+        """Every write of a coordinator was sent and lands in the same term, which is its own (LE-4)."""
+        sender = applied.sender
+        identity = self.coordinators.get(sender) if sender is not None else None
+        if identity is None or all(write.key == LEADER for write in applied.writes):
+            return
+        before = applied.sent_holder
+        holder = self._holder
+        keys = ", ".join(write.key for write in applied.writes)
+        hold(
+            holder is not None and holder.startswith(f"{identity}."),
+            f"{identity} wrote {keys} while {holder or 'nobody'} led",
+        )
+        sent = decode(Leadership, before).id if before else ""
+        hold(
+            sent == holder,
+            f"{identity} wrote {keys} in the term {holder}, sent in the term {sent or 'of nobody'}",
+        )
+
+    _holder: str | None = None
+
+    def _fold(self, change: Change, applied: Applied) -> bool:
+        key, loop = change.item.key, self.loop
+        if key == LEADER:
+            self._holder = None if change.deleted else decode(Leadership, change.item.value).id
+            self.tell(f"leader is {self._holder}")
+        seen = event(change)
+        if seen is not None:
+            self.cluster.apply(seen, loop.wall_ms())
+        folder, _, rest = key.removeprefix("/serai/").partition("/")
+        if folder in ("queue", "jobs", "done"):
+            self._job(folder, rest.rsplit("/", 1)[-1], change)
+            return True
+        if folder == "grants":
+            node, name = rest.split("/")
+            job, attempt = name.split(".")
+            (self.grants.discard if change.deleted else self.grants.add)((node, job, int(attempt)))
+            return True
+        if folder == "tasks" and not change.deleted:
+            self._task(decode(Task, change.item.value))
+            return True
+        if folder == "nodes" and key.endswith("/report") and not change.deleted:
+            self.last_heard[rest.split("/")[0]] = loop.time()
+        return folder == "tasks"
+
+    def _job(self, folder: str, id: str, change: Change) -> None:
+        if change.deleted:
+            self._folders[id].discard(folder)
+            return
+        self._folders[id].add(folder)
+        job, before = decode(Job, change.item.value), self.jobs.get(id)
+        self.tell(f"{id} {folder}/ {job.state.value} attempt={job.attempt} {_said(job)}")
+        hold(id not in self.never, f"{id} was refused for certain and is there")
+        if before is not None and before != job:
+            hold(not before.state.is_final, f"{id} was {before.state.value} and is written again")
+            hold(job.attempt >= before.attempt, f"{id} went back to attempt {job.attempt}")
+            if before.attempt == job.attempt:
+                lifecycle.check(before.state, job.state)
+            else:
+                self._check_attempt_over(before, job)
+            hold(
+                before.state is not JobState.CANCELLING
+                or job.state.is_final
+                or job.state is JobState.CANCELLING,
+                f"{id} was cancelled and goes on as {job.state.value}",
+            )
+            if job.state.is_final and before.allocation is not None:
+                self._check_attempt_over(before, job)
+                self._check_end(before, job)
+        self.jobs[id] = job
+        if job.allocation is not None:
+            self.allocations[id, job.attempt] = job.allocation
+
+    def _check_attempt_over(self, before: Job, after: Job) -> None:
+        """Slices are freed only when nothing of the attempt is left, or with a node that is given up."""
+        if before.allocation is None:
+            return
+        lost = _lost_nodes(after, before.attempt)
+        if before.state is JobState.CANCELLING:  # its end says that it was cancelled, and not what was lost
+            lost |= {
+                node for node in before.allocation.nodes if self._silent(node) >= self.settings.lost_seconds
+            }
+        self.given_up[before.id, before.attempt] = lost
+        for node in lost:
+            silent = self._silent(node)
+            least = self.settings.lost_seconds
+            hold(silent >= least - 0.5, f"{node} was given up after {silent:.1f} s, not {least}")
+        for placed in before.allocation.tasks:
+            machine = self.machines[placed.node]
+            if placed.node in lost:
+                continue
+            key = TaskKey(before.id, before.attempt, placed.task)
+            alive = [box for box in machine.running() if box.key == key]
+            hold(not alive, f"{key} runs on {placed.node} and its slices were freed")
+            ghosts = [pid for pid, (ghost, _, _) in machine.ghosts.items() if ghost == key]
+            hold(
+                not ghosts or self.settings.engine == "nomad",
+                f"{key} is on its GPU and its slices were freed",
+            )
+
+    def _silent(self, node: str) -> float:
+        return self.loop.time() - self.last_heard.get(node, 0.0)
+
+    def _check_end(self, before: Job, after: Job) -> None:
+        """RR-10: a job ends as its containers did."""
+        assert before.allocation is not None
+        keys = [TaskKey(before.id, before.attempt, placed.task) for placed in before.allocation.tasks]
+        if after.state is JobState.SUCCEEDED:
+            bad = [str(key) for key in keys if self.exits.get(key) != 0]
+            hold(not bad, f"{after.id} SUCCEEDED, and {bad} did not end with 0")
+        if after.state is JobState.FAILED and after.reason and after.reason.code is ReasonCode.EXIT_CODE:
+            hold(
+                any(self.exits.get(key) not in (0, None) for key in keys),
+                f"{after.id} FAILED and no task of it did",
+            )
+
+    def _task(self, task: Task) -> None:
+        self.tell(
+            f"{task.attempt_key} on {task.node} {task.state.value} code={task.exit_code}"
+            f" {'released ' if task.released else ''}{task.fault} {task.detail}"
+        )
+        if task.state is TaskState.EXITED and task.released:
+            key = TaskKey(task.job, task.attempt, task.task)
+            alive = [box for box in self.machines[task.node].running() if box.key == key]
+            hold(not alive, f"{key} runs on {task.node} and was released")
+
+    def _check_records(self) -> None:
+        for id, folders in self._folders.items():
+            hold(len(folders) <= 1, f"{id} stands in {sorted(folders)}")
+        for id in self.acknowledged:
+            hold(self._folders.get(id), f"{id} was acknowledged and is lost")
+        live = self.cluster.live_jobs
+        for node, id, attempt in self.grants:
+            job = live.get(id)
+            hold(
+                job is not None and job.attempt == attempt,
+                f"grant {id}.{attempt} on {node} without a live job",
+            )
+        memory: dict[str, int] = defaultdict(int)
+        compute: dict[str, int] = defaultdict(int)
+        for job in live.values():
+            for placed in job.allocation.tasks if job.allocation else ():
+                hold((placed.node, job.id, job.attempt) in self.grants, f"{job.id} holds and has no grant")
+                for piece in placed.slices:
+                    memory[piece.gpu] += piece.memory_mib
+                    compute[piece.gpu] += piece.compute_milli
+        for machine in self.machines.values():
+            for uuid, gpu in machine.gpus.items():
+                hold(memory[uuid] <= gpu.memory_mib, f"memory of {uuid} on {machine.name} is granted twice")
+                hold(
+                    compute[uuid] <= gpu.compute_milli,
+                    f"compute of {uuid} on {machine.name} is granted twice",
+                )
+
+    # --- the machines ----------------------------------------------------------------------------------------------
+
+    def box_started(self, machine: Machine, box: Box) -> None:
+        if self.failure is not None:
+            return
+        self.tell(f"{machine.name} starts {box.key} ({box.id})")
+        try:
+            self.starts[box.key] += 1
+            hold(self.starts[box.key] == 1, f"{box.key} was started twice")
+            self._check_alone(machine, box)
+            self._check_gpus(machine)
+        except AssertionError as violation:
+            self.fail(violation)
+
+    def box_ended(self, machine: Machine, box: Box) -> None:
+        self.tell(f"{machine.name} ends {box.key} ({box.id}) code={box.exit_code}")
+        self.exits[box.key] = box.exit_code
+        self.on_end(box)
+
+    def _check_alone(self, machine: Machine, box: Box) -> None:
+        """Never two live attempts of one job, but where a node was given up."""
+        for other in self.machines.values():
+            for running in other.running():
+                key = running.key
+                if key.job != box.key.job or key.attempt == box.key.attempt:
+                    continue
+                old, node = (key, other) if key.attempt < box.key.attempt else (box.key, machine)
+                given_up = node.name in self.given_up.get((old.job, old.attempt), set())
+                hold(given_up, f"attempts {key} on {other.name} and {box.key} on {machine.name} run at once")
+
+    def _check_gpus(self, machine: Machine) -> None:
+        memory: dict[str, int] = defaultdict(int)
+        compute: dict[str, int] = defaultdict(int)
+        owners: dict[str, list[tuple[TaskKey, str]]] = defaultdict(list)
+        for box in machine.running():
+            for piece in box.slices:
+                memory[piece.gpu] += piece.memory_mib
+                compute[piece.gpu] += piece.compute_milli
+                owners[piece.gpu].append((box.key, piece.isolation))
+        for key, uuid, mib in machine.ghosts.values():
+            if self.settings.engine == "agent":
+                memory[uuid] += mib
+                owners[uuid].append((key, "ghost"))
+        for uuid, gpu in machine.gpus.items():
+            who = ", ".join(str(key) for key, _ in owners[uuid])
+            hold(memory[uuid] <= gpu.memory_mib, f"memory of {uuid} on {machine.name} is over-used by {who}")
+            hold(
+                compute[uuid] <= gpu.compute_milli,
+                f"compute of {uuid} on {machine.name} is over-used by {who}",
+            )
+            exclusive = any(isolation == "exclusive" for _, isolation in owners[uuid])
+            hold(not exclusive or len(owners[uuid]) == 1, f"{uuid} is exclusive and used by {who}")
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def unsettled(self, server: Server) -> list[str]:
+        """What is still to be done before the world may stop."""
+        left = [f"job {job.id} waits: {_said(job)}" for job in self.cluster.waiting_jobs.values()]
+        left += [f"job {job.id} {job.state.value}: {_said(job)}" for job in self.cluster.live_jobs.values()]
+        left += [item.key for item in (*server.items(GRANTS), *server.items(TASKS))]
+        left += [f"{box.key} runs on {m.name}" for m in self.machines.values() for box in m.running()]
+        return left
+
+    def settled(self) -> None:
+        """At the end of a seed, when nothing is left to be done."""
+        check_snapshot(self.cluster.snapshot(self.loop.wall_ms()))
+        for id, what in self.acknowledged.items():
+            job = self.jobs[id]
+            if what == "cancel":
+                ended = (JobState.CANCELLED, JobState.SUCCEEDED)
+                hold(job.state in ended, f"{id} was cancelled and ended {job.state.value}")
+        for job in self.jobs.values():
+            self._check_attempts(job)
+
+    def _check_attempts(self, job: Job) -> None:
+        """No more attempts ran than the user allowed, beside those that Serai or the cluster spoilt."""
+        started = {key.attempt for key in self.starts if key.job == job.id}
+        free = {
+            happening.attempt
+            for happening in job.history
+            if happening.state is JobState.PENDING
+            and happening.reason is not None
+            and happening.reason.code in INFRASTRUCTURE
+        }
+        ran = len(started - free)
+        hold(ran <= 1 + job.spec.retries, f"{job.id} ran {ran} times and may {1 + job.spec.retries} times")
+
+
+def _lost_nodes(job: Job, attempt: int) -> set[str]:
+    return {
+        node
+        for happening in job.history
+        if happening.attempt == attempt
+        and happening.reason is not None
+        and happening.reason.code is ReasonCode.NODE_LOST
+        for node in happening.reason.subjects
+    }
+
+
+def _said(job: Job) -> str:
+    stop = f" stop={job.stop.code.value}" if job.stop else ""
+    return (job.reason.code.value if job.reason else "") + stop

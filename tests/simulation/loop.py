@@ -1,0 +1,158 @@
+"""An event loop on virtual time, and processes in it that can be paused and killed like real ones.
+
+Time stands still while anything is ready and then jumps to the next timer, so a simulated minute costs what its events
+cost. Callbacks run one by one in the order in which they were made ready, and tasks hash by their number, so that the
+same seed gives the same run.
+
+Every callback belongs to the process in whose context it was made. Those of a paused process wait until it goes on
+(SIGSTOP, SIGCONT); those of a dead one are kept and never run, not even `finally` (SIGKILL). They are kept since a
+coroutine that is thrown away would run its `finally` then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import enum
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Life(enum.Enum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    DEAD = "dead"
+
+
+class Process:
+    """`skew_ms` is how far its wall clock is off. `ended` tells the world that its main task came to an end by itself."""
+
+    def __init__(self, loop: VirtualLoop, name: str, skew_ms: int = 0) -> None:
+        self.name = name
+        self.life = Life.RUNNING
+        self.skew_ms = skew_ms
+        self.is_cut = False
+        self.is_stopping = False
+        self.main: asyncio.Task[Any] | None = None
+        self._loop = loop
+        self._parked: list[asyncio.Handle] = []
+        self._context = contextvars.Context()
+        self._context.run(_PROCESS.set, self)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def clock_ms(self) -> int:
+        return self._loop.wall_ms() + self.skew_ms
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self._loop.create_task(work, context=self._context.copy())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self.main = self.spawn(work)
+        return self.main
+
+    def terminate(self) -> None:
+        """SIGTERM: its main task is cancelled, and cleans up."""
+        if self.life is Life.RUNNING and self.main is not None:
+            self.is_stopping = True
+            self.main.cancel()
+
+    def kill(self) -> None:
+        self.life = Life.DEAD
+
+    def pause(self) -> None:
+        if self.life is Life.RUNNING:
+            self.life = Life.PAUSED
+
+    def resume(self) -> None:
+        if self.life is Life.PAUSED:
+            self.life = Life.RUNNING
+            parked, self._parked = self._parked, []
+            self._loop.add_ready(parked)
+
+    def park(self, handle: asyncio.Handle) -> None:
+        self._parked.append(handle)
+
+
+_PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
+
+
+def current_process() -> Process | None:
+    return _PROCESS.get(None)
+
+
+class _Task(asyncio.Task[Any]):
+    """Sets of tasks, as in `asyncio.wait`, go by number and not by address."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._number = next(self._numbers)
+        super().__init__(*arguments, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class NothingLeft(Exception):
+    """Nothing is ready and no timer is set: everything waits for ever."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """`start_ms` is the wall time at which it begins. `steps` counts the callbacks that ran."""
+
+    _ready: Any
+    _scheduled: Any
+
+    def __init__(self, start_ms: int) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._start_ms = start_ms
+        self._world = contextvars.Context()
+        self.steps = 0
+        self.errors: list[dict[str, Any]] = []
+        self.set_task_factory(lambda loop, work, **options: _Task(work, loop=loop, **options))
+        self.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.slow_callback_duration = 1e9
+
+    def time(self) -> float:
+        return self._now
+
+    def wall_ms(self) -> int:
+        return self._start_ms + int(self._now * 1000)
+
+    def later(self, seconds: float, action: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
+        """An action of the world outside all processes."""
+        return self.call_later(seconds, action, *arguments, context=self._world)
+
+    def add_ready(self, handles: list[asyncio.Handle]) -> None:
+        self._ready.extend(handles)
+
+    def _run_once(self) -> None:
+        ready = self._ready
+        if not ready:
+            timers = self._scheduled
+            while timers and timers[0]._cancelled:
+                heapq.heappop(timers)._scheduled = False
+            if not timers:
+                raise NothingLeft
+            self._now = max(self._now, timers[0]._when)
+            while timers and timers[0]._when <= self._now:
+                timer = heapq.heappop(timers)
+                timer._scheduled = False
+                ready.append(timer)
+        handle = ready.popleft()
+        if handle._cancelled:
+            return
+        process = handle._context.get(_PROCESS)
+        if process is not None and process.life is not Life.RUNNING:
+            process.park(handle)
+            return
+        self.steps += 1
+        handle._run()
+
+    def _write_to_self(self) -> None:
+        """There are no other threads."""

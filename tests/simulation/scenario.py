@@ -1,0 +1,202 @@
+"""What happens in one seed, as data: the cluster, the wishes of users, and the faults with their times.
+
+Everything is drawn here, so that a failing scenario can be made smaller by leaving things out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from attrs import field, frozen
+
+from coordinator.config import Settings
+from jobspecs.spec import JobSpec, TaskSpec
+from vgpu.slices import SliceRequest
+
+FAULTS_UNTIL_SECONDS = 60.0
+SMALL_FAULTS = (
+    "crash_before",
+    "crash_after",
+    "lost",
+    "late",
+    "dropped",
+    "dropped_slowly",
+    "runner_no_effect",
+    "runner_no_answer",
+    "runner_hangs",
+    "step",
+    "nomad_no_effect",
+    "nomad_no_answer",
+    "nomad_hangs",
+    "nomad_late",
+)
+
+
+@frozen
+class Wish:
+    """A user wants a job at a time, and perhaps its end some seconds later (None: lets it run)."""
+
+    at: float
+    spec: JobSpec
+    has_key: bool
+    cancel_after: float | None
+
+
+@frozen
+class Fault:
+    """`target` and `value` mean what the kind says; `seconds` is how long it lasts."""
+
+    at: float
+    kind: str
+    seconds: float = 0.0
+    target: int = 0
+    value: int = 0
+
+
+@frozen
+class Scenario:
+    """`odds` are those of each small fault, for each call that it can strike."""
+
+    seed: int
+    engine: str
+    coordinators: int
+    nodes: tuple[str, ...]
+    settings: Settings
+    wishes: tuple[Wish, ...]
+    faults: tuple[Fault, ...]
+    odds: Mapping[str, float] = field(factory=dict)
+
+
+def draw(seed: int) -> Scenario:
+    random = Random(seed)
+    engine = "nomad" if random.random() < 0.35 else "agent"
+    nodes = tuple(
+        random.choice(("1x16GiB:T4", "2x16GiB:T4", "2x40GiB:A100", "4x40GiB:A100:nvlink=2"))
+        for _ in range(random.randint(3, 5))
+    )
+    settings = Settings(
+        engine=engine,
+        report_seconds=random.choice((2, 4)),
+        node_lease_seconds=10,
+        lost_seconds=random.choice((20, 30)),
+        launch_deadline_seconds=25,
+        stop_deadline_seconds=15,
+        orphan_grace_seconds=6,
+        launch_retries=random.choice((1, 3)),
+        back_off_seconds=1,
+        jobs_per_transaction=random.choice((1, 3, 40)),
+        log_retention_seconds=20,
+        compact_keep_revisions=random.choice((20, 100)),
+        compact_keep_seconds=5,
+    )
+    odds = {}
+    for kind in SMALL_FAULTS:
+        if random.random() < 0.5:
+            odds[kind] = random.choice((0.002, 0.01, 0.04))
+    return Scenario(
+        seed,
+        engine,
+        random.randint(2, 3),
+        nodes,
+        settings,
+        tuple(_wish(random, [int(gpus[0]) for gpus in nodes]) for _ in range(random.randint(6, 18))),
+        tuple(sorted(_faults(random, engine, len(nodes)), key=lambda fault: fault.at)),
+        odds,
+    )
+
+
+def _wish(random: Random, gpus_of_nodes: list[int]) -> Wish:
+    """One that the cluster can run, or the API would refuse it."""
+    run_ms = random.choice((300, 2000, 5000, 12000, 25000))
+    words = [f"run_ms={run_ms}", f"exit={random.choice((0, 0, 0, 0, 1, 3))}"]
+    words.append(f"term={random.choice(('obey', 'obey', 'clean', 'ignore'))}")
+    if random.random() < 0.2:
+        words.append(f"ghost_ms={random.choice((500, 4000, 20000))}")
+    if random.random() < 0.1:
+        words.append(f"stuck_ms={random.choice((3000, 20000))}")
+    if random.random() < 0.15:
+        words.append(f"launch={random.choice(('slow', 'image', 'refused'))}")
+    count = random.choice((1, 1, 1, 1, 2, 3))
+    most = max(gpus_of_nodes) if count == 1 else 1
+    kind = random.choice(("whole", "part", "part", "none"))
+    isolation = "mps" if kind == "part" and random.random() < 0.3 else ""
+    gpus = {
+        "none": SliceRequest(),
+        "whole": SliceRequest(min(most, random.choice((1, 1, 2))), None, 1000),
+        "part": SliceRequest(1, random.choice((4096, 8192)), random.choice((250, 500)), "", isolation),
+    }[kind]
+    task = TaskSpec(
+        count=count,
+        image="simulated",
+        command=("sim", *words),
+        gpus=gpus,
+        cpu_milli=random.choice((500, 2000)),
+        memory_mib=random.choice((512, 4096)),
+    )
+    cancel = random.random() < 0.3
+    spec = JobSpec(
+        f"job-{random.randrange(1000)}",
+        random.choice(("team-a", "team-b", "team-c")),
+        (task,),
+        priority=random.choice((0, 0, 5)),
+        max_runtime_seconds=random.choice((None, None, None, 3, 8)),
+        retries=random.choice((0, 0, 1, 2)),
+        stop_grace_seconds=random.choice((0, 1, 4)),
+    )
+    return Wish(
+        round(random.uniform(0.5, FAULTS_UNTIL_SECONDS - 5), 3),
+        spec,
+        random.random() < 0.5,
+        round(random.choice((0.0, 0.01, 0.5, random.uniform(0, 15))), 3) if cancel else None,
+    )
+
+
+# kind -> (weight, shortest, longest)
+_KINDS: Mapping[str, tuple[int, float, float]] = {
+    "coordinator_crash": (4, 0.1, 8.0),
+    "coordinator_pause": (4, 0.5, 10.0),
+    "coordinator_cut": (3, 0.5, 10.0),
+    "leader_crash": (4, 0.1, 5.0),
+    "leader_pause": (5, 0.5, 9.0),
+    "leader_lease_revoked": (2, 0.0, 0.0),
+    "leader_key_deleted": (1, 0.0, 0.0),
+    "leader_resigns": (2, 0.0, 3.0),
+    "api_crash": (2, 0.1, 3.0),
+    "agent_crash": (4, 0.1, 50.0),
+    "agent_crash_wiped": (2, 0.1, 20.0),
+    "agent_pause": (3, 0.5, 50.0),
+    "agent_cut": (4, 1.0, 55.0),
+    "machine_off": (3, 2.0, 50.0),
+    "machine_wiped": (2, 2.0, 50.0),
+    "gpu_lost": (3, 0.5, 20.0),
+    "gpus_unreadable": (3, 1.0, 20.0),
+    "runner_down": (3, 0.5, 15.0),
+    "store_full": (2, 0.5, 10.0),
+    "store_down": (2, 0.2, 8.0),
+    "store_slow": (3, 1.0, 10.0),
+    "compaction": (4, 0.0, 0.0),
+    "watch_cut": (4, 0.1, 6.0),
+    "clock_step": (2, 0.0, 0.0),
+    "cordon": (1, 1.0, 20.0),
+    "nomad_down": (4, 0.5, 15.0),
+    "nomad_events_lost": (3, 1.0, 15.0),
+}
+
+
+def _faults(random: Random, engine: str, nodes: int) -> list[Fault]:
+    kinds = [kind for kind in _KINDS if engine == "nomad" or not kind.startswith("nomad")]
+    weights = [_KINDS[kind][0] for kind in kinds]
+    faults = []
+    for kind in random.choices(kinds, weights, k=random.randint(0, 9)):
+        _, shortest, longest = _KINDS[kind]
+        faults.append(
+            Fault(
+                round(random.uniform(1.0, FAULTS_UNTIL_SECONDS), 3),
+                kind,
+                round(random.uniform(shortest, longest), 3),
+                random.randrange(60),
+                random.choice((-3_600_000, -30_000, -2_000, 2_000, 30_000, 3_600_000)),
+            )
+        )
+    return faults

@@ -1,0 +1,97 @@
+"""The scheduler's sink of observed tasks: what an engine says once is written, whatever the store does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from attrs import evolve
+
+from coordinator.cluster import Cluster
+from coordinator.commit import Committer
+from coordinator.config import Settings
+from coordinator.engines.agent import AgentEngine
+from coordinator.fairness import policy_from
+from coordinator.model import Allocation, Job, JobState, Task, TaskPlacement, TaskState
+from coordinator.records import LEADER, Endpoint, Leadership, decode, encode, grant_key, job_key, task_key
+from coordinator.replica import Replica
+from coordinator.scheduler import Scheduler
+from coordinator.store import MemoryStore, Put, absent
+from jobspecs.container import Grant
+from tests.builders import spec
+from tests.fakes import FlakyStore
+from tests.simulation.loop import VirtualLoop
+
+SETTINGS = Settings()
+LEADERSHIP = Leadership("c1.1", "", 0)
+ALLOCATION = Allocation(1, (TaskPlacement(0, "n1", (), 1000, 1024),), 0)
+JOB = Job("j1", spec(gpus=0), JobState.ALLOCATED, 0, 0, allocation=ALLOCATION)
+ENDED = Task("j1", 1, 0, "n1", TaskState.EXITED, exit_code=0, released=True)
+
+
+async def _nowhere(node: str) -> Endpoint | None:
+    return None
+
+
+def on_virtual_time(test: Callable[[FlakyStore, Scheduler, Replica], Awaitable[None]]) -> None:
+    """Runs `test` with a live job of one task, led by a scheduler whose store fails as told."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        store = FlakyStore(MemoryStore(loop.time))
+        elected = await store.txn([absent(LEADER)], [Put(LEADER, encode(LEADERSHIP))])
+        grant = Grant("n1", "j1", 1, "a", (), 0, engine="nomad")
+        await store.txn([], [Put(job_key("j1"), encode(JOB)), Put(grant_key("n1", "j1", 1), encode(grant))])
+        replica = Replica(store, lambda: Cluster(SETTINGS), lambda: 0)
+        following = asyncio.create_task(replica.run())
+        await replica.ready()
+        committer = Committer(store, SETTINGS, LEADERSHIP, 0, elected.revision)
+        engine = AgentEngine(_nowhere)
+        scheduler = Scheduler(replica, engine, committer, SETTINGS, policy_from(SETTINGS), lambda: 0)
+        await test(store, scheduler, replica)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    loop = VirtualLoop(0)
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+async def _stored(store: FlakyStore) -> Task | None:
+    item = await store.get(task_key("n1", "j1", 1, 0))
+    return decode(Task, item.value) if item is not None else None
+
+
+def test_an_end_is_written_though_the_store_was_away() -> None:
+    """Seeds 1 and 4 of the simulation: the first lost answer ended the coordinator's process."""
+
+    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
+        store.dropped_requests, store.lost_replies = 2, 1
+        await scheduler.observed(ENDED)
+        assert await _stored(store) == ENDED
+
+    on_virtual_time(test)
+
+
+def test_what_was_seen_earlier_cannot_land_on_what_was_seen_later() -> None:
+    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
+        store.only, store.late_requests = "/serai/tasks/", 1
+        running = evolve(ENDED, state=TaskState.RUNNING, exit_code=None, released=False)
+        telling = asyncio.create_task(scheduler.observed(running))
+        await asyncio.sleep(0.5)  # the request is under way, and its answer was given up
+        await scheduler.observed(ENDED)
+        assert [result.succeeded for result in await store.deliver()] == [False]
+        await telling
+        assert await _stored(store) == ENDED
+
+    on_virtual_time(test)
+
+
+def test_nobody_waits_for_a_task_that_is_not_granted_any_more() -> None:
+    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
+        await scheduler.observed(evolve(ENDED, attempt=2))
+        assert await _stored(store) is None
+
+    on_virtual_time(test)
