@@ -12,17 +12,18 @@ out whole (MG-1, MG-2); a whole-card job needs a whole card, so it never gets on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from coordinator.nodes import Piece, Row
+from coordinator.nodes import NodeView, Piece, Row
 from coordinator.snapshot import TaskShape
+from coordinator.worth import Worth
 from vgpu import isolation
 from vgpu.inventory import Gpu
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.slices import Slice, SliceRequest
-from vgpu.topology import least_cost_set
+from vgpu.topology import Location, TopologyCosts, least_cost_set, node_cost
 
 Score = tuple[int, ...]
 
@@ -38,18 +39,17 @@ class Fit:
     cost: int = 0
 
 
-def fit(task: TaskShape, row: Row) -> Fit | ReasonCode:
-    """A function of its arguments alone, so that nodes alike share the answer."""
-    found: Fit | ReasonCode = Fit((), (), _score_without_gpu(task, row))
-    if task.gpus.count:
-        found = _gpu_fit(task.gpus, row)
-    if isinstance(found, ReasonCode):
-        return found
+def fit(task: TaskShape, row: Row, worth: Worth | None = None) -> Fit | ReasonCode:
+    """A function of its arguments alone, so that nodes alike share the answer. With `worth` the preference for what
+    is broken already gives way to the least loss of worth."""
+    names: dict[int, str] | ReasonCode = _gpu_fit(task.gpus, row) if task.gpus.count else {}
+    if isinstance(names, ReasonCode):
+        return names
     if row.cpu_milli < task.cpu_milli:
         return ReasonCode.NOT_ENOUGH_CPU
     if row.memory_mib < task.memory_mib:
         return ReasonCode.NOT_ENOUGH_NODE_MEMORY
-    return found
+    return _choice(task, row, names, worth)
 
 
 def memory_need_mib(request: SliceRequest, gpu: Gpu) -> int:
@@ -78,7 +78,8 @@ def after(task: TaskShape, row: Row, found: Fit) -> Row:
     return Row(row.build, row.cpu_milli - task.cpu_milli, row.memory_mib - task.memory_mib, tuple(pieces))
 
 
-def _gpu_fit(request: SliceRequest, row: Row) -> Fit | ReasonCode:
+def _gpu_fit(request: SliceRequest, row: Row) -> dict[int, str] | ReasonCode:
+    """The GPUs that can take a slice, each with the isolation that it would have."""
     kinds, pieces = row.build.gpus, row.pieces
     matching = [n for n, kind in enumerate(kinds) if matches_model(request, kind)]
     if not matching:
@@ -107,8 +108,7 @@ def _gpu_fit(request: SliceRequest, row: Row) -> Fit | ReasonCode:
             names[n] = name
     if len(names) < request.count:
         return ReasonCode.NO_ISOLATION
-    chosen, score, cost = _choice(request, row, list(names))
-    return Fit(chosen, tuple(names[n] for n in chosen), score, cost)
+    return names
 
 
 def _has_memory(request: SliceRequest, row: Row, gpu: int) -> bool:
@@ -118,23 +118,56 @@ def _has_memory(request: SliceRequest, row: Row, gpu: int) -> bool:
     return piece.memory_mib >= memory_need_mib(request, kind)
 
 
-def _choice(request: SliceRequest, row: Row, free: Sequence[int]) -> tuple[tuple[int, ...], Score, int]:
+def _choice(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | None) -> Fit:
     """The GPUs and the score, by what the task needs in all. Several slices talk to each other however small they
-    are, so they are placed like several GPUs."""
+    are, so they are placed like several GPUs. A node without domains below itself counts as domain 0: which of such
+    nodes is broken is not a question of communication."""
+    request, free, cost = task.gpus, list(names), 0
+    gpus: tuple[int, ...] = ()
+    score: Score = ()
     if request.count > 1:
         best = least_cost_set(row.build.topology, free, request.count)
         assert best is not None
         gpus, cost, size = best
-        return gpus, (cost, size, row.idle_gpus, row.gpu_memory_mib), cost
-    if request.is_whole:
-        gpu = _worst_connected(row, free)
+        score = (cost, 0 if row.build.topology.is_flat else size)
+    elif request.is_whole and request.count:
+        gpus = (_worst_connected(row, free),)
         mean = row.build.topology.mean_cost_milli
         # A GPU with no other beside it is the worst connected of all.
-        alone = 0 if mean < 0 else 1
-        return (gpu,), (alone, -mean, row.idle_gpus, row.gpu_memory_mib), 0
-    left, gpu = min((_left_over(request, row, n), n) for n in free)
-    opens = left[0] == 2
-    return (gpu,), (*left, row.idle_gpus - opens, row.gpu_memory_mib), 0
+        score = (0 if mean < 0 else 1, -mean)
+    elif request.count:
+        return _fraction(task, row, names, worth)
+    found = _found(gpus, names, (), cost)
+    if worth is not None:
+        loss = worth.loss(row, after(task, row, found))
+        score += (loss,) if request.count else (loss, 1 if row.pieces else 0)
+    elif request.count:
+        score += (row.idle_gpus, row.gpu_memory_mib)
+    else:
+        # A task without GPUs goes where the fewest are, then where it leaves the least CPU over.
+        score = (len(row.pieces), row.cpu_milli - task.cpu_milli, row.memory_mib - task.memory_mib)
+    return evolve(found, score=score)
+
+
+def _found(gpus: tuple[int, ...], names: Mapping[int, str], score: Score, cost: int = 0) -> Fit:
+    return Fit(gpus, tuple(names[n] for n in gpus), score, cost)
+
+
+def _fraction(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | None) -> Fit:
+    """The GPU on which a part of it leaves the least fragmentation."""
+    answers: list[tuple[Score, int]] = []
+    for gpu in names:
+        if worth is None:
+            left = _left_over(task.gpus, row, gpu)
+            opens = left[0] == 2
+            answers.append(((*left, row.idle_gpus - opens, row.gpu_memory_mib), gpu))
+        elif row.build.gpus[gpu].is_mig_instance:
+            # Nobody else can have the rest of it, so it costs what is wasted.
+            answers.append(((row.pieces[gpu].compute_milli - task.gpus.compute_milli,), gpu))
+        else:
+            answers.append(((worth.loss(row, after(task, row, _found((gpu,), names, ()))),), gpu))
+    score, gpu = min(answers)
+    return _found((gpu,), names, score)
 
 
 def _worst_connected(row: Row, free: Sequence[int]) -> int:
@@ -158,6 +191,21 @@ def _left_over(request: SliceRequest, row: Row, gpu: int) -> tuple[int, int]:
     return (2 if row.is_idle(gpu) else 0), left
 
 
-def _score_without_gpu(task: TaskShape, row: Row) -> Score:
-    """A task without GPUs goes where the fewest are, then where it leaves the least CPU over."""
-    return (len(row.pieces), row.cpu_milli - task.cpu_milli, row.memory_mib - task.memory_mib)
+def remoteness(views: Iterable[NodeView], costs: TopologyCosts) -> dict[Location, int]:
+    """Sum of the costs from a node at each place to all other nodes; by place, not by node, since there are few."""
+    nodes_at: dict[Location, int] = {}
+    for view in views:
+        nodes_at[view.location] = nodes_at.get(view.location, 0) + 1
+    zones: dict[str, int] = {}
+    for place, count in nodes_at.items():
+        zones[place.zone] = zones.get(place.zone, 0) + count
+    total = sum(zones.values())
+    other = Location("-", "-"), Location("--", "--")
+    far = node_cost(*other, costs)
+    near = node_cost(Location("-", "-"), Location("-", "--"), costs)
+    return {
+        place: (count - 1) * costs.rack
+        + (zones[place.zone] - count) * near
+        + (total - zones[place.zone]) * far
+        for place, count in nodes_at.items()
+    }

@@ -20,6 +20,9 @@ from vgpu.reasons import Reason, ReasonCode
 from vgpu.slices import Slice
 from vgpu.topology import Location, NodeTopology, TopologyCosts, location, node_topology
 
+# Labels of a node that must be equal.
+Constraints = tuple[tuple[str, str], ...]
+
 # What a driver and its persistence daemon keep on an idle GPU whose processes cannot be listed.
 DRIVER_CONTEXT_MIB = 512
 
@@ -190,6 +193,18 @@ class NodeView:
             for gpu in build.gpus
         )
         return Row(build, build.cpu_milli, build.memory_mib, pieces)
+
+    @property
+    def closed_to_work(self) -> ReasonCode | None:
+        """Why it gets no new work whatever is free on it; None for a node that is well."""
+        if self.status is NodeStatus.CLOSED:
+            return ReasonCode.NODE_CLOSED
+        if self.status is not NodeStatus.READY:
+            return ReasonCode.NODE_NOT_READY
+        return ReasonCode.NODE_CORDONED if self.is_cordoned else None
+
+    def has_labels(self, constraints: Constraints) -> bool:
+        return all(self.labels.get(label) == value for label, value in constraints)
 
     @property
     def is_cordoned(self) -> bool:

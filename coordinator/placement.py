@@ -10,18 +10,21 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from coordinator.fit import Fit, Score, after, cut_slice, fit
+from coordinator.fit import Fit, Score, after, cut_slice, fit, matches_model, remoteness
 from coordinator.model import TaskPlacement
-from coordinator.nodes import NodeStatus, NodeView, Row
+from coordinator.nodes import Constraints, NodeView, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.usage import Headroom, Use
+from coordinator.worth import Worth
 from vgpu.reasons import Reason, ReasonCode
-from vgpu.topology import Location, TopologyCosts, node_cost
+from vgpu.topology import Location
 
-Constraints = tuple[tuple[str, str], ...]
+if TYPE_CHECKING:
+    from coordinator.index import Index
 
 
 @frozen
@@ -36,54 +39,90 @@ class Spot:
 
 class Draft:
     """`held` nodes are kept for one job and refuse all others. With `ignore_state` nodes that are down or closed to
-    new work are taken for well: what could run some day."""
+    new work are taken for well: what could run some day. With an `index` answers are kept from cycle to cycle; without
+    one they are found anew, which is slow and gives the same."""
 
     def __init__(
-        self, snapshot: Snapshot, rows: Mapping[str, Row] | None = None, ignore_state: bool = False
+        self,
+        snapshot: Snapshot,
+        rows: Mapping[str, Row] | None = None,
+        ignore_state: bool = False,
+        index: Index | None = None,
     ) -> None:
         self.snapshot = snapshot
+        self.worth = snapshot.worth
         self.views: Mapping[str, NodeView] = snapshot.nodes
         self._ignore_state = ignore_state
         self.changed: list[str] = []
         self.held: frozenset[str] = frozenset()
         self._rows: dict[str, Row] = dict(rows or {})
         self._fits: dict[TaskShape, dict[Row, Fit | ReasonCode]] = {}
-        self._searches: dict[tuple[TaskShape, Constraints], Search] = {}
+        self._searches: dict[tuple[TaskShape, Constraints], Search | IndexedSearch] = {}
         self._idle_in: Counter[Location] = Counter()
+        self._index = index
+        if index is not None:
+            index.sync(snapshot)
+            return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
-        self._remoteness = _remoteness(self.views.values(), snapshot.settings.topology)
+        self._remoteness = remoteness(self.views.values(), snapshot.settings.topology)
 
     def row(self, node: str) -> Row:
+        if self._index is not None:
+            return self._index.row(node)
         row = self._rows.get(node)
         return self.views[node].row if row is None else row
+
+    def idle_gpus(self, node: str) -> int:
+        return self.row(node).idle_gpus if self._index is None else self._index.idle_gpus(node)
+
+    def reprice(self, worth: Worth | None) -> None:
+        """New prices in the middle of a draft; in a cycle they come with the snapshot."""
+        self.worth = worth
+        self._fits.clear()
+        self._searches.clear()
+        if self._index is not None:
+            self._index.price(worth)
 
     def gate(self, node: str, constraints: Constraints) -> ReasonCode | None:
         """What a node refuses whatever is free on it: its own state, then its labels."""
         view = self.views[node]
-        state = None if self._ignore_state else _state(view)
-        if state is not None:
-            return state
-        differs = any(view.labels.get(label) != value for label, value in constraints)
-        return ReasonCode.LABELS_DIFFER if differs else None
+        closed = None if self._ignore_state else view.closed_to_work
+        if closed is not None:
+            return closed
+        return None if view.has_labels(constraints) else ReasonCode.LABELS_DIFFER
 
     def fit(self, task: TaskShape, row: Row) -> Fit | ReasonCode:
         """`coordinator.fit.fit`, once for all nodes alike."""
         known = self._fits.setdefault(task, {})
         found = known.get(row)
         if found is None:
-            found = known[row] = fit(task, row)
+            found = known[row] = fit(task, row, self.worth)
         return found
 
-    def search(self, task: TaskShape, constraints: Constraints) -> Search:
+    def answer(self, task: TaskShape, constraints: Constraints, node: str) -> Fit | ReasonCode:
+        """All filters of one node. A hold is the last one: it is the reason only where there is no other."""
+        found = self.gate(node, constraints) or self.fit(task, self.row(node))
+        held = isinstance(found, Fit) and node in self.held
+        return ReasonCode.HELD_FOR_LONG_WAIT if held else found
+
+    def search(self, task: TaskShape, constraints: Constraints) -> Search | IndexedSearch:
         key = (task, constraints)
-        if key not in self._searches:
-            self._searches[key] = Search(self, task, constraints)
-        return self._searches[key]
+        search = self._searches.get(key)
+        if search is None:
+            if self._index is None:
+                search = Search(self, task, constraints)
+            else:
+                search = IndexedSearch(self, self._index, task, constraints)
+            self._searches[key] = search
+        return search
 
     def take(self, spots: Iterable[Spot]) -> None:
         """From now on the tasks are there."""
         for spot in spots:
+            if self._index is not None:
+                self._index.take(spot.node, spot.task, spot.found)
+                continue
             row = self.row(spot.node)
             taken = after(spot.task, row, spot.found)
             self._idle_in[self.views[spot.node].location] += taken.idle_gpus - row.idle_gpus
@@ -94,13 +133,16 @@ class Draft:
         """Keeps the nodes from everybody from now on."""
         self.held = self.held | frozenset(nodes)
         self.changed.extend(sorted(self.held))
+        if self._index is not None:
+            self._index.hold(self.held)
 
     def idle_in(self, location: Location) -> int:
-        return self._idle_in[location]
+        return self._idle_in[location] if self._index is None else self._index.idle_in(location)
 
     def remoteness(self, node: str) -> int:
         """Communication cost from a node to all others."""
-        return self._remoteness[self.views[node].location]
+        place = self.views[node].location
+        return self._remoteness[place] if self._index is None else self._index.remoteness(place)
 
     def placements(self, spots: Sequence[Spot]) -> tuple[TaskPlacement, ...]:
         """What the allocation says, with the UUIDs of the cards."""
@@ -182,19 +224,8 @@ class Search:
         """Counts are of now. Free figures are those of GPUs that the task might have had: of nodes that let it in,
         of its model, with something left of both."""
         self._catch_up()
-        memory, compute, largest_memory, largest_compute = 0, 0, 0, 0
-        for node in self._draft.views:
-            if node in self._draft.held or self._draft.gate(node, self._constraints) is not None:
-                continue
-            row = self._draft.row(node)
-            for kind, piece in zip(row.build.gpus, row.pieces, strict=True):
-                if self._task.gpus.model.lower() in kind.model.lower():
-                    memory += piece.memory_mib
-                    compute += piece.compute_milli
-                    if piece.memory_mib and piece.compute_milli:
-                        largest_memory = max(largest_memory, piece.memory_mib)
-                        largest_compute = max(largest_compute, piece.compute_milli)
-        return Refusals(dict(self._counts), largest_memory, largest_compute, memory, compute)
+        free = _free_pieces(self._draft, self._draft.views, self._task, self._constraints)
+        return Refusals({code: count for code, count in self._counts.items() if count}, *free)
 
     def _catch_up(self) -> None:
         if self._seen < len(self._draft.changed):
@@ -210,11 +241,7 @@ class Search:
         elif before is not None:
             self._buckets[before].discard(node)
         answer: Score | ReasonCode
-        refused = self._draft.gate(node, self._constraints)
-        found = refused or self._draft.fit(self._task, self._draft.row(node))
-        if isinstance(found, Fit) and node in self._draft.held:
-            # The last filter: a hold is the reason only where there is no other.
-            found = ReasonCode.HELD_FOR_LONG_WAIT
+        found = self._draft.answer(self._task, self._constraints, node)
         if isinstance(found, ReasonCode):
             self._counts[found] += 1
             answer = found
@@ -241,17 +268,75 @@ class Search:
         return Spot(0, node, self._task, found)
 
 
+class IndexedSearch:
+    """As `Search`, with the answers that the index keeps."""
+
+    def __init__(self, draft: Draft, index: Index, task: TaskShape, constraints: Constraints) -> None:
+        self._draft = draft
+        self._index = index
+        self._task = task
+        self._constraints = constraints
+        self._asked = index.ask(task, constraints)
+
+    def best(self, headroom: Headroom) -> Spot | None:
+        self._catch_up()
+        node = self._index.best(self._asked)
+        if node is None:
+            return None
+        best = self._spot(node)
+        if headroom.allows(self._draft.charge([best])):
+            return best
+        for node in self._index.in_order(self._asked):
+            spot = self._spot(node)
+            if headroom.allows(self._draft.charge([spot])):
+                return spot
+        return None
+
+    @property
+    def fits_somewhere(self) -> bool:
+        self._catch_up()
+        return self._index.fits_somewhere(self._asked)
+
+    def refusals(self) -> Refusals:
+        self._catch_up()
+        known = self._index.free_pieces(self._asked)
+        odd = _free_pieces(self._draft, self._index.odd_nodes(), self._task, self._constraints)
+        free = max(known[0], odd[0]), max(known[1], odd[1]), known[2] + odd[2], known[3] + odd[3]
+        return Refusals(self._index.counts(self._asked), *free)
+
+    def _catch_up(self) -> None:
+        self._index.catch_up(
+            self._asked, lambda node: self._draft.answer(self._task, self._constraints, node)
+        )
+
+    def _spot(self, node: str) -> Spot:
+        found = self._index.found(self._asked, node) or self._draft.fit(self._task, self._draft.row(node))
+        assert isinstance(found, Fit)
+        return Spot(0, node, self._task, found)
+
+
+def _free_pieces(
+    draft: Draft, nodes: Iterable[str], task: TaskShape, constraints: Constraints
+) -> tuple[int, int, int, int]:
+    """(largest memory, largest compute, all memory, all compute) of GPUs that the task might have had."""
+    memory, compute, largest_memory, largest_compute = 0, 0, 0, 0
+    for node in nodes:
+        if node in draft.held or draft.gate(node, constraints) is not None:
+            continue
+        row = draft.row(node)
+        for kind, piece in zip(row.build.gpus, row.pieces, strict=True):
+            if matches_model(task.gpus, kind):
+                memory += piece.memory_mib
+                compute += piece.compute_milli
+                if piece.memory_mib and piece.compute_milli:
+                    largest_memory = max(largest_memory, piece.memory_mib)
+                    largest_compute = max(largest_compute, piece.compute_milli)
+    return largest_memory, largest_compute, memory, compute
+
+
 def empty_draft(snapshot: Snapshot) -> Draft:
     """The cluster with nobody on it: what could ever fit."""
     return Draft(snapshot, {name: view.full_row for name, view in snapshot.nodes.items()}, ignore_state=True)
-
-
-def _state(view: NodeView) -> ReasonCode | None:
-    if view.status is NodeStatus.CLOSED:
-        return ReasonCode.NODE_CLOSED
-    if view.status is not NodeStatus.READY:
-        return ReasonCode.NODE_NOT_READY
-    return ReasonCode.NODE_CORDONED if view.is_cordoned else None
 
 
 def wait_reason(shape: Shape, draft: Draft) -> Reason:
@@ -286,12 +371,3 @@ def _loudest(counts: Mapping[ReasonCode, int]) -> ReasonCode:
     order = {code: place for place, code in enumerate(ReasonCode)}
     code, _ = max(counts.items(), key=lambda item: (item[1], order[item[0]]))
     return code
-
-
-def _remoteness(views: Iterable[NodeView], costs: TopologyCosts) -> dict[Location, int]:
-    """Sum of the costs from a node at each place to all other nodes; by place, not by node, since there are few."""
-    nodes_at = Counter(view.location for view in views)
-    return {
-        here: sum(count * node_cost(here, there, costs) for there, count in nodes_at.items()) - costs.rack
-        for here in nodes_at
-    }

@@ -94,10 +94,19 @@ class NodeTopology:
         domain of the tree that holds the set."""
         if len(gpus) < 2:
             return len(gpus)
+        return len(self.around(gpus, among))
+
+    def around(self, gpus: Sequence[int], among: Sequence[int]) -> tuple[int, ...]:
+        """Those of `among` that are as close to a set of two or more as its own members are to each other."""
         widest = max(self.pairs[first][second] for first, second in combinations(gpus, 2))
-        return sum(
-            1 for gpu in among if gpu in gpus or any(self.pairs[gpu][member] <= widest for member in gpus)
+        return tuple(
+            gpu for gpu in among if gpu in gpus or any(self.pairs[gpu][member] <= widest for member in gpus)
         )
+
+    @property
+    def is_flat(self) -> bool:
+        """All pairs cost the same: the node has no domains below itself."""
+        return len({cost for n, row in enumerate(self.pairs) for m, cost in enumerate(row) if n != m}) <= 1
 
 
 def node_topology(inventory: NodeInventory, costs: TopologyCosts) -> NodeTopology:

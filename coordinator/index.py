@@ -1,0 +1,556 @@
+"""The answers of all shapes for all nodes, kept from cycle to cycle: a memo beside the cycle, never the truth.
+
+A shape catches up only when it is asked, with the nodes that changed since: the change log holds their places. Each
+block of nodes of one place of the topology tree keeps the least score of every shape, so that the best node is found
+by reading one number for each block. Why nodes refuse is counted as answers change.
+
+`sync` takes over a snapshot and is also the rollback of the last draft: rows whose node changed are read anew, and
+those that a draft has changed too. With a cold index a cycle gives the same plan as with a warm one. Nodes of a build
+that the compiled rules do not know (MIG instances, more than eight GPUs) are answered by `coordinator.fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from coordinator import kernels as k
+from coordinator.fit import Fit, after, matches_model, remoteness
+from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
+from coordinator.snapshot import Snapshot, TaskShape
+from coordinator.worth import Worth
+from vgpu import isolation
+from vgpu.inventory import WHOLE_GPU_MILLI, Gpu
+from vgpu.reasons import Reason, ReasonCode
+from vgpu.topology import Location, NodeTopology
+
+Table = NDArray[np.int64]
+
+REASONS = (
+    ReasonCode.NODE_NOT_READY,
+    ReasonCode.NODE_CORDONED,
+    ReasonCode.NODE_CLOSED,
+    ReasonCode.LABELS_DIFFER,
+    ReasonCode.GPU_MODEL_DIFFERS,
+    ReasonCode.NOT_ENOUGH_IDLE_GPUS,
+    ReasonCode.NOT_ENOUGH_TOTAL_MEMORY,
+    ReasonCode.NOT_ENOUGH_DISTINCT_GPUS,
+    ReasonCode.NOT_ENOUGH_GPU_MEMORY,
+    ReasonCode.NOT_ENOUGH_GPU_COMPUTE,
+    ReasonCode.NO_ISOLATION,
+    ReasonCode.NOT_ENOUGH_CPU,
+    ReasonCode.NOT_ENOUGH_NODE_MEMORY,
+    ReasonCode.HELD_FOR_LONG_WAIT,
+)
+# The isolations that the compiled rules know, one bit each.
+_BITS = {"exclusive": 1, "mps": 2, "mig": 4, "timeslice": 8}
+_NAMES = tuple(tuple(sorted(name for name, bit in _BITS.items() if sharing & bit)) for sharing in range(16))
+# Nodes of one place stand in blocks of so many.
+_BLOCK = 64
+# More shapes than this are not remembered: what nobody asks for any more would fill the memory.
+_MOST_SHAPES = 2048
+_STATES = {ReasonCode.NODE_NOT_READY: 1, ReasonCode.NODE_CORDONED: 2, ReasonCode.NODE_CLOSED: 3}
+
+
+def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
+    """A score of `coordinator.fit` as the one number that the compiled rules make of it."""
+    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 3)
+    if task.gpus.count == 0:
+        return score[0] << 1 | score[1] if has_worth else score[0] << 54 | score[1] << 27 | score[2]
+    if _is_fraction(task):
+        return score[0] if has_worth else score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
+    first = place if task.gpus.count == 1 else score[0] << 6 | score[1]
+    return first << 26 | score[2] if has_worth else first << 32 | score[2] << 26 | score[3]
+
+
+def _is_fraction(task: TaskShape) -> bool:
+    return task.gpus.count == 1 and not task.gpus.is_whole
+
+
+@frozen
+class _Asked:
+    """A shape of task as the index knows it: its row in the tables."""
+
+    task: TaskShape
+    constraints: Constraints
+    number: int
+
+
+class _Nodes:
+    """The nodes in order of place and name, and what of them changes only with their inventories and labels."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        views = list(snapshot.nodes.values())
+        self.given = [view.name for view in views]
+        self.views = sorted(views, key=lambda v: (v.location.zone, v.location.rack, v.name))
+        self.names = [view.name for view in self.views]
+        self.number = {name: number for number, name in enumerate(self.names)}
+        self.places = sorted({v.location for v in views}, key=lambda place: (place.zone, place.rack))
+        place_of = {place: number for number, place in enumerate(self.places)}
+        self.place = [place_of[view.location] for view in self.views]
+        self.remoteness = remoteness(views, snapshot.settings.topology)
+        starts, self.block_of = [0], np.zeros(len(views), np.int64)
+        for number, place in enumerate(self.place):
+            if number and (place != self.place[number - 1] or number - starts[-1] >= _BLOCK):
+                starts.append(number)
+            self.block_of[number] = len(starts) - 1
+        self.block_starts = np.array([*starts, len(views)] if views else [0], np.int64)
+        self.block_place = np.array([self.place[start] for start in self.block_starts[:-1]], np.int64)
+        by_name = {name: order for order, name in enumerate(sorted(self.names))}
+        self.name_order = np.array([by_name[name] for name in self.names], np.int64)
+
+    def whole_ranks(self) -> list[int]:
+        """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
+        keys = []
+        for view in self.views:
+            mean = view.topology.mean_cost_milli
+            keys.append((-self.remoteness[view.location], 0 if mean < 0 else 1, -mean))
+        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+        return [ranks[key] for key in keys]
+
+
+class Index:
+    """See the module. One index serves one draft at a time."""
+
+    def __init__(self) -> None:
+        self.worth: Worth | None = None
+        self._snapshot: Snapshot | None = None
+        self._position: list[int] = []
+        self._touched: set[int] = set()
+        self._python_rows: dict[int, Row] = {}
+        self._builds: dict[NodeBuild, int] = {}
+        self._build_table = np.zeros((4, k.BUILD_WIDTH), np.int64)
+        self._build_of: list[NodeBuild] = []
+        self._models: dict[str, int] = {"": 0}
+        self._fits: dict[tuple[int, int, int], Fit] = {}
+        self._forget_shapes()
+        self._set_prices(None)
+
+    # --- the snapshot ---
+
+    def sync(self, snapshot: Snapshot) -> None:
+        """Takes over the nodes of a snapshot and its prices; whatever a draft did before is undone."""
+        if self._snapshot is None or not self._follow(snapshot):
+            self._rebuild(snapshot)
+        self._snapshot = snapshot
+        if snapshot.worth is not self.worth:
+            self.price(snapshot.worth)
+
+    def price(self, worth: Worth | None) -> None:
+        """New prices change every answer."""
+        self.worth = worth
+        self._set_prices(worth)
+        self._position = [-1] * len(self._position)
+
+    def _follow(self, snapshot: Snapshot) -> bool:
+        """Reads anew the nodes that changed; False where so much changed that all must be read."""
+        assert self._snapshot is not None
+        if len(snapshot.nodes) != len(self._views) or snapshot.settings is not self._snapshot.settings:
+            return False
+        views = list(snapshot.nodes.values())
+        changed = [n for n, is_new in enumerate(map(_is_other, views, self._views)) if is_new]
+        for n in changed:
+            old, new = self._views[n], views[n]
+            if old.name != new.name or old.location != new.location:
+                return False
+            if old.row.build is not new.row.build and old.row.build != new.row.build:
+                return False
+        for n in changed:
+            view = self._views[n] = views[n]
+            number = self._nodes.number[view.name]
+            self._nodes.views[number] = view
+            self._touched.discard(number)
+            self._read(number, view)
+        for number in self._touched:
+            self._read(number, self._nodes.views[number])
+        self._touched.clear()
+        return True
+
+    def _rebuild(self, snapshot: Snapshot) -> None:
+        self._nodes = nodes = _Nodes(snapshot)
+        self._views = list(snapshot.nodes.values())
+        self._touched.clear()
+        self._python_rows.clear()
+        self._fits.clear()
+        self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
+        self._idle_in = np.zeros(len(nodes.places), np.int64)
+        self._stamps = np.zeros(len(nodes.views), np.int64)
+        self._stamp = 0
+        self._odd = np.zeros(max(1, len(nodes.views)), np.int64)
+        self._log = np.zeros(max(1024, 8 * len(nodes.views)), np.int64)
+        self._logged = 0
+        self._place_rank = nodes.whole_ranks()
+        self._forget_shapes()
+        for number, view in enumerate(nodes.views):
+            self._read(number, view)
+        self._set_prices(self.worth)
+
+    def _read(self, number: int, view: NodeView) -> None:
+        row = self._encoded(number, view)
+        if self._rows[number].tolist() != row or row[k.BUILD] < 0:
+            self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
+            self._rows[number] = row
+            self._change(number)
+        self._python_rows.pop(number, None)
+        for constraints, place in self._constraints.items():
+            has = view.has_labels(constraints)
+            if self._labels[place, number] != has:
+                self._labels[place, number] = has
+                self._change(number)
+
+    def _idle(self, row: list[int] | Table) -> int:
+        """Whole GPUs of a row; those of an odd build are kept in the column of its model instead."""
+        if row[k.BUILD] < 0:
+            return int(row[k.ZONE])
+        return int(k.idle_gpus(np.asarray(row, np.int64), self._build_table[int(row[k.BUILD])]))
+
+    def _encoded(self, number: int, view: NodeView, known: Row | None = None) -> list[int]:
+        row = view.row if known is None else known
+        code = view.closed_to_work
+        state = 0 if code is None else _STATES[code]
+        build = self._build(row.build)
+        pieces = row.pieces
+        sharing = [_sharing(piece) for piece in pieces]
+        if build < 0 or None in sharing:
+            idle = row.idle_gpus
+            head = [row.cpu_milli, row.memory_mib, state, -1, 0, self._place_rank[number], 0, idle]
+            return head + [0] * (k.WIDTH - len(head))
+        model = self._models.setdefault(row.build.gpus[0].model, len(self._models)) if pieces else 0
+        empty = [0] * (k.GPUS - len(pieces))
+        return [
+            row.cpu_milli,
+            row.memory_mib,
+            state,
+            build,
+            len(pieces),
+            self._place_rank[number],
+            model,
+            0,
+            *(piece.memory_mib for piece in pieces),
+            *empty,
+            *(piece.compute_milli for piece in pieces),
+            *empty,
+            *(-1 if share is None else share for share in sharing),
+            *empty,
+        ]
+
+    def _build(self, build: NodeBuild) -> int:
+        """Its place in the table of builds; -1 where the compiled rules do not know it."""
+        known = self._builds.get(build)
+        if known is None:
+            known = self._builds[build] = -1 if _is_odd(build) else len(self._build_of)
+            if known >= 0:
+                self._build_of.append(build)
+                if known == len(self._build_table):
+                    self._build_table = np.concatenate([self._build_table, np.zeros_like(self._build_table)])
+                self._build_table[known] = _build_row(build)
+                self._grow_compat()
+        return known
+
+    def _change(self, number: int) -> None:
+        if self._logged == len(self._log):
+            # Who has not caught up by now looks at everything.
+            self._position = [0 if at == self._logged else -1 for at in self._position]
+            self._logged = 0
+        self._log[self._logged] = number
+        self._logged += 1
+
+    # --- the draft ---
+
+    def take(self, node: str, task: TaskShape, found: Fit) -> None:
+        """The task is there from now on, until the next `sync`."""
+        number = self._nodes.number[node]
+        self._touched.add(number)
+        place = self._nodes.place[number]
+        if self._rows[number, k.BUILD] < 0:
+            row = after(task, self.row(node), found)
+            encoded_row = self._encoded(number, self._nodes.views[number], row)
+            encoded_row[k.STATE] = int(self._rows[number, k.STATE])
+            self._idle_in[place] += row.idle_gpus - self._idle(self._rows[number])
+            self._rows[number] = encoded_row
+            self._python_rows[number] = row
+        else:
+            chosen = bit = 0
+            for gpu, name in zip(found.gpus, found.isolations, strict=True):
+                chosen |= 1 << gpu
+                bit = _BITS[name]
+            memory_mib = -1 if task.gpus.memory_mib is None else task.gpus.memory_mib
+            self._idle_in[place] -= k.take(
+                self._rows, number, task.cpu_milli, task.memory_mib, chosen, memory_mib,
+                task.gpus.compute_milli, bit, self._build_table,
+            )  # fmt: skip
+        self._change(number)
+
+    def hold(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            number = self._nodes.number[node]
+            self._touched.add(number)
+            self._rows[number, k.STATE] |= k.HELD
+            self._change(number)
+
+    def row(self, node: str) -> Row:
+        """What is left of the node in the draft."""
+        number = self._nodes.number[node]
+        view = self._nodes.views[number]
+        if number not in self._touched:
+            return view.row
+        if number in self._python_rows:
+            return self._python_rows[number]
+        line = self._rows[number].tolist()
+        if line[k.BUILD] < 0:
+            return view.row
+        count = line[k.COUNT]
+        mib, milli, sharing = (line[k.PIECES + n * k.GPUS :][:count] for n in range(3))
+        pieces = tuple(
+            Piece(m, c, _NAMES[share] if share >= 0 else (), share >= 0)
+            for m, c, share in zip(mib, milli, sharing, strict=True)
+        )
+        return Row(view.row.build, line[k.CPU], line[k.MEMORY], pieces)
+
+    def idle_gpus(self, node: str) -> int:
+        return self._idle(self._rows[self._nodes.number[node]])
+
+    def idle_in(self, location: Location) -> int:
+        return int(self._idle_in[self._nodes.places.index(location)])
+
+    def remoteness(self, location: Location) -> int:
+        return self._nodes.remoteness[location]
+
+    # --- shapes ---
+
+    def ask(self, task: TaskShape, constraints: Constraints) -> _Asked:
+        """The shape, from now on answered for all nodes."""
+        known = self._asked.get((task, constraints))
+        if known is None:
+            if len(self._asked) >= _MOST_SHAPES:
+                self._forget_shapes()
+            known = self._asked[task, constraints] = self._enter(task, constraints)
+        return known
+
+    def catch_up(self, asked: _Asked, fallback: Callable[[str], Fit | ReasonCode]) -> None:
+        """Answers anew for the nodes that changed. `fallback` answers for a node of an odd build."""
+        position = self._position[asked.number]
+        if position == self._logged:
+            return
+        self._stamp += 1
+        left = k.catch_up(
+            self._rows, self._shapes, asked.number, self._build_table, self._compat, self._labels,
+            self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
+            self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
+            self._log, position, self._logged, self._stamps, self._stamp, self._odd,
+        )  # fmt: skip
+        for number in self._odd[:left].tolist():
+            self._put(asked, number, fallback(self._nodes.names[number]))
+        self._position[asked.number] = self._logged
+
+    def best(self, asked: _Asked) -> str | None:
+        """The node with the lowest score; ties by the idle GPUs of its place, then by name. None: it fits nowhere."""
+        node = k.best_node(
+            self._keys, self._minima, asked.number, self._nodes.block_starts, self._nodes.block_place,
+            self._idle_in, self._nodes.name_order,
+        )  # fmt: skip
+        return None if node < 0 else self._nodes.names[node]
+
+    def in_order(self, asked: _Asked) -> list[str]:
+        """All nodes where it fits, the best one first."""
+        keys = self._keys[asked.number]
+        idle = self._idle_in[np.array(self._nodes.place, np.int64)]
+        order = np.lexsort((self._nodes.name_order, idle, keys))
+        return [self._nodes.names[n] for n in order.tolist() if keys[n] >= 0]
+
+    def fits_somewhere(self, asked: _Asked) -> bool:
+        return bool((self._minima[asked.number] != k.NOTHING).any())
+
+    def found(self, asked: _Asked, node: str) -> Fit | None:
+        """How it fits on a node where it does; None for a node of an odd build."""
+        number = self._nodes.number[node]
+        build = int(self._rows[number, k.BUILD])
+        if build < 0:
+            return None
+        chosen = k.choose(
+            self._rows, self._shapes, asked.number, number, self._build_table, self._compat,
+            self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
+        )  # fmt: skip
+        gpus = _MEMBERS[chosen]
+        sharing = 0
+        for gpu in gpus:
+            sharing = sharing << 4 | int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
+        key = asked.number, build, chosen << 32 | sharing
+        found = self._fits.get(key)
+        if found is None:
+            found = self._fits[key] = self._fit(asked, build, gpus, number)
+        return found
+
+    def counts(self, asked: _Asked) -> Mapping[ReasonCode, int]:
+        counts = self._counts[asked.number].tolist()
+        return {code: count for code, count in zip(REASONS, counts, strict=True) if count}
+
+    def free_pieces(self, asked: _Asked) -> tuple[int, int, int, int]:
+        """(largest memory, largest compute, all memory, all compute) on nodes of known builds."""
+        found = k.free_pieces(self._rows, asked.number, self._compat, self._keys)
+        return found[0], found[1], found[2], found[3]
+
+    def odd_nodes(self) -> list[str]:
+        return [self._nodes.names[n] for n in np.flatnonzero(self._rows[:, k.BUILD] < 0).tolist()]
+
+    # --- the market, for the next prices ---
+
+    def market(self, worth: Worth) -> tuple[dict[str, int], dict[int, int], int]:
+        """What `coordinator.prices.with_market` must know of the nodes, at equal prices of models."""
+        cpu, values, whole = _tables(worth)
+        found, idle, milli = k.node_values(
+            self._rows, self._build_table, cpu, values, whole, worth.memory_step_mib, len(self._models)
+        )
+        by_model = {model: int(found[n]) for model, n in self._models.items() if n and found[n] > 0}
+        return by_model, dict(enumerate(idle.tolist())), int(milli)
+
+    # --- tables ---
+
+    def _forget_shapes(self) -> None:
+        self._asked: dict[tuple[TaskShape, Constraints], _Asked] = {}
+        self._constraints: dict[Constraints, int] = {}
+        self._position = []
+        nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
+        blocks = len(self._nodes.block_starts) - 1 if nodes else 0
+        self._shapes = np.zeros((16, k.S_WIDTH), np.int64)
+        self._keys = np.full((16, nodes), k.UNKNOWN, np.int64)
+        self._counts = np.zeros((16, len(REASONS)), np.int64)
+        self._minima = np.full((16, blocks), k.NOTHING, np.int64)
+        self._labels = np.ones((4, nodes), np.bool_)
+        self._compat = np.zeros((16, max(4, len(self._build_table))), np.int64)
+        self._fits.clear()
+
+    def _grow_compat(self) -> None:
+        if self._compat.shape[1] < len(self._build_table):
+            wider = np.zeros((len(self._compat), len(self._build_table)), np.int64)
+            wider[:, : self._compat.shape[1]] = self._compat
+            self._compat = wider
+        build = len(self._build_of) - 1
+        for asked in self._asked.values():
+            self._compat[asked.number, build] = _compat(asked.task, self._build_of[build])
+
+    def _enter(self, task: TaskShape, constraints: Constraints) -> _Asked:
+        number = len(self._position)
+        if number == len(self._keys):
+            self._shapes, self._counts, self._compat = map(
+                _doubled, (self._shapes, self._counts, self._compat)
+            )
+            self._keys = np.concatenate([self._keys, np.full_like(self._keys, k.UNKNOWN)])
+            self._minima = np.concatenate([self._minima, np.full_like(self._minima, k.NOTHING)])
+        if constraints not in self._constraints:
+            place = self._constraints[constraints] = len(self._constraints)
+            if place == len(self._labels):
+                self._labels = np.concatenate([self._labels, np.ones_like(self._labels)])
+            self._labels[place] = [view.has_labels(constraints) for view in self._nodes.views]
+        gpus = task.gpus
+        self._shapes[number] = (
+            gpus.count,
+            task.cpu_milli,
+            task.memory_mib,
+            -1 if gpus.memory_mib is None else gpus.memory_mib,
+            gpus.compute_milli,
+            gpus.is_whole,
+            self._constraints[constraints],
+        )
+        for build, known in enumerate(self._build_of):
+            self._compat[number, build] = _compat(task, known)
+        self._position.append(-1)
+        return _Asked(task, constraints, number)
+
+    def _put(self, asked: _Asked, number: int, found: Fit | ReasonCode) -> None:
+        if isinstance(found, ReasonCode):
+            answer = -1 - REASONS.index(found)
+        else:
+            answer = encoded(asked.task, found.score, self._place_rank[number])
+        k.put(
+            self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
+            asked.number, number, answer,
+        )  # fmt: skip
+
+    def _fit(self, asked: _Asked, build: int, gpus: tuple[int, ...], number: int) -> Fit:
+        kinds = self._build_of[build]
+        names = []
+        for gpu in gpus:
+            sharing = int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
+            name = isolation.choose(asked.task.gpus, kinds.gpus[gpu], kinds.isolations, _NAMES[sharing])
+            assert not isinstance(name, Reason)
+            names.append(name)
+        cost = kinds.topology.set_cost(gpus) if len(gpus) > 1 else 0
+        return Fit(gpus, tuple(names), (), cost)
+
+    def _set_prices(self, worth: Worth | None) -> None:
+        self._cpu_prices, self._values, self._whole = _tables(worth)
+        self._step_mib = worth.memory_step_mib if worth else 1
+        self._prices = np.array(
+            [0 if not model else worth.models.get(model, 1000) if worth else 1000 for model in self._models],
+            np.int64,
+        )
+
+
+def _tables(worth: Worth | None) -> tuple[Table, Table, Table]:
+    if worth is None:
+        return np.zeros(0, np.int64), np.zeros((0, 1, 1), np.int64), np.zeros((0, 1), np.int64)
+    return np.array(worth.cpu, np.int64), np.array(worth.values, np.int64), np.array(worth.whole, np.int64)
+
+
+def _doubled(table: Table) -> Table:
+    return np.concatenate([table, np.zeros_like(table)])
+
+
+def _is_other(first: object, second: object) -> bool:
+    return first is not second
+
+
+def _sharing(piece: Piece) -> int | None:
+    """One bit for each isolation; -1 closed; None where one is unknown."""
+    if not piece.is_open:
+        return -1
+    bits = 0
+    for name in piece.sharing:
+        if name not in _BITS:
+            return None
+        bits |= _BITS[name]
+    return bits
+
+
+def _is_odd(build: NodeBuild) -> bool:
+    kinds = {(gpu.is_mig_instance, gpu.compute_milli, gpu.memory_mib > 0) for gpu in build.gpus}
+    return len(build.gpus) > k.GPUS or not kinds <= {(False, WHOLE_GPU_MILLI, True)}
+
+
+def _compat(task: TaskShape, build: NodeBuild) -> int:
+    """Which GPUs are of the model that is wanted, and beside which isolations the task can have a slice."""
+    request = task.gpus
+    if not build.gpus:
+        return 0
+    match = sum(1 << n for n, gpu in enumerate(build.gpus) if matches_model(request, gpu))
+    kind: Gpu = build.gpus[0]
+    for sharing, names in enumerate(_NAMES):
+        if not isinstance(isolation.choose(request, kind, build.isolations, names), Reason):
+            match |= 1 << (8 + sharing)
+    return match
+
+
+def _build_row(build: NodeBuild) -> list[int]:
+    """Memory of each GPU, costs of pairs, cost of each set, and which GPUs are as near to a set as its members are
+    to each other (`NodeTopology.domain_size`)."""
+    topology: NodeTopology = build.topology
+    size = len(build.gpus)
+    memory = [build.gpus[n].memory_mib if n < size else 0 for n in range(k.GPUS)]
+    pairs = [
+        topology.pairs[a][b] if a < size and b < size else 0 for a in range(k.GPUS) for b in range(k.GPUS)
+    ]
+    costs, near = [], []
+    for mask in range(256):
+        gpus = _MEMBERS[mask]
+        is_there = bool(gpus) and gpus[-1] < size
+        costs.append(topology.set_cost(gpus) if is_there else 0)
+        around = topology.around(gpus, range(size)) if is_there and len(gpus) > 1 else ()
+        near.append(sum(1 << gpu for gpu in around))
+    return [*memory, *pairs, *costs, *near, int(topology.is_flat)]
+
+
+_MEMBERS = tuple(tuple(n for n in range(k.GPUS) if mask >> n & 1) for mask in range(256))

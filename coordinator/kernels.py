@@ -1,0 +1,487 @@
+"""Compiled loops over plain arrays: the answers of one shape of task for many nodes, and the knapsacks of the prices.
+
+The rules are those of `coordinator.fit` and `coordinator.worth`, which stay the readable form and the oracle of the
+tests; nothing is decided here that is not decided there. Only whole numbers and fixed types come in, so that nothing
+is compiled again in the middle of a cycle, and compiled code is kept beside the sources (or in NUMBA_CACHE_DIR).
+
+A row is what is left of one node: its figures, then memory, compute and sharing of each of up to eight GPUs. Sharing
+is -1 for a closed GPU, else one bit for each isolation on it. An answer is a score, lower is better, or -1 - the
+place of the reason in `coordinator.index.REASONS`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+GPUS = 8
+# columns of a row
+CPU, MEMORY, STATE, BUILD, COUNT, PLACE, MODEL, ZONE, PIECES = 0, 1, 2, 3, 4, 5, 6, 7, 8
+WIDTH = PIECES + 3 * GPUS
+HELD = 8  # flag in STATE; below it the state itself, 0 for well
+# columns of a build: memory of each GPU, costs of pairs, cost of each set, what is near each set
+PAIRS = GPUS
+SETS = PAIRS + GPUS * GPUS
+NEAR = SETS + 256
+FLAT = NEAR + 256
+BUILD_WIDTH = FLAT + 1
+# columns of a shape
+S_COUNT, S_CPU, S_MEMORY, S_GPU_MEMORY, S_MILLI, S_WHOLE, S_LABELS, S_WIDTH = 0, 1, 2, 3, 4, 5, 6, 7
+# reasons by their place in coordinator.index.REASONS: states come first
+R_LABELS, R_MODEL, R_IDLE, R_TOTAL, R_DISTINCT, R_GPU_MEMORY, R_MILLI, R_ISOLATION, R_CPU, R_MEMORY, R_HELD = (
+    3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
+)  # fmt: skip
+UNKNOWN = -100
+NOTHING = np.int64(1 << 62)
+
+
+@njit(cache=True)
+def _free_mask(row, shape, build, compat):
+    """(mask of GPUs that can take a slice, 0 or a negative reason)."""
+    match = compat & 0xFF
+    if match == 0:
+        return 0, -1 - R_MODEL
+    want = shape[S_COUNT]
+    need_mib, milli = shape[S_GPU_MEMORY], shape[S_MILLI]
+    count = row[COUNT]
+    if shape[S_WHOLE]:
+        idle = 0
+        for n in range(count):
+            if match >> n & 1 and _is_idle(row, build, n):
+                idle += 1
+        if idle < want:
+            return 0, -1 - R_IDLE
+    else:
+        total, least = 0, NOTHING
+        for n in range(count):
+            if match >> n & 1:
+                total += row[PIECES + n]
+                need = build[n] if need_mib < 0 else need_mib
+                least = min(least, need)
+        if total < want * least:
+            return 0, -1 - R_TOTAL
+    is_open, has_memory, has_compute, mask, have = 0, 0, 0, 0, 0
+    for n in range(count):
+        sharing = row[PIECES + 2 * GPUS + n]
+        if not (match >> n & 1) or sharing < 0:
+            continue
+        is_open += 1
+        if row[PIECES + n] < (build[n] if need_mib < 0 else need_mib):
+            continue
+        has_memory += 1
+        if row[PIECES + GPUS + n] < milli:
+            continue
+        has_compute += 1
+        if compat >> (8 + sharing) & 1:
+            mask |= 1 << n
+            have += 1
+    if is_open < want:
+        return 0, -1 - R_DISTINCT
+    if has_memory < want:
+        return 0, -1 - R_GPU_MEMORY
+    if has_compute < want:
+        return 0, -1 - R_MILLI
+    if have < want:
+        return 0, -1 - R_ISOLATION
+    return mask, 0
+
+
+@njit(cache=True, inline="always")
+def _is_idle(row, build, n):
+    return row[PIECES + 2 * GPUS + n] == 0 and row[PIECES + n] == build[n] and row[PIECES + GPUS + n] == 1000
+
+
+@njit(cache=True)
+def _least_cost(build, mask, want):
+    """(set, cost, domain size): least cost, then smallest domain, then lowest places."""
+    best, best_cost, best_size = 0, NOTHING, NOTHING
+    for chosen in range(1, 256):
+        if chosen & ~mask:
+            continue
+        bits = 0
+        for n in range(GPUS):
+            bits += chosen >> n & 1
+        if bits != want:
+            continue
+        cost = build[SETS + chosen]
+        if cost > best_cost:
+            continue
+        size, near = 0, build[NEAR + chosen] & mask
+        for n in range(GPUS):
+            size += near >> n & 1
+        if build[FLAT]:
+            size = 0
+        if cost < best_cost or size < best_size or (size == best_size and _is_lower(chosen, best)):
+            best, best_cost, best_size = chosen, cost, size
+    return best, best_cost, best_size
+
+
+@njit(cache=True, inline="always")
+def _is_lower(first, second):
+    """Of two sets of equal size the one with the lower places: the lowest GPU that only one has decides."""
+    only = first ^ second
+    return first & (only & -only) != 0
+
+
+@njit(cache=True)
+def _bounds(row, build, cpu_prices, values, whole, step_mib, cpu, chosen, milli, memory, bounds):
+    """The bounds of the worth of what is left (see `coordinator.worth`) once a task is on the GPUs of `chosen`."""
+    memory_steps = values.shape[2] - 1
+    idle = 0
+    for q in range(len(cpu_prices)):
+        bounds[q] = cpu_prices[q] * (row[CPU] - cpu)
+    for n in range(row[COUNT]):
+        if row[PIECES + 2 * GPUS + n] < 0:
+            continue
+        left_mib, left = row[PIECES + n], row[PIECES + GPUS + n]
+        if chosen >> n & 1:
+            left_mib -= build[n] if memory < 0 else memory
+            left -= milli
+        elif _is_idle(row, build, n):
+            idle += 1
+            continue
+        if left_mib > 0 and left > 0:
+            m = min(left_mib // step_mib, memory_steps) if memory_steps else 0
+            for q in range(len(cpu_prices)):
+                bounds[q] += values[q, left // 10, m]
+    least = NOTHING
+    for q in range(len(cpu_prices)):
+        least = min(least, bounds[q] + whole[q, idle])
+    return least
+
+
+@njit(cache=True)
+def _worst_connected(row, build, mask):
+    best, best_idle, best_all = -1, np.int64(-1), np.int64(-1)
+    for n in range(row[COUNT]):
+        if not mask >> n & 1:
+            continue
+        to_idle, to_all = np.int64(0), np.int64(0)
+        for other in range(row[COUNT]):
+            if other != n:
+                cost = build[PAIRS + n * GPUS + other]
+                to_all += cost
+                if _is_idle(row, build, other):
+                    to_idle += cost
+        if to_idle > best_idle or (to_idle == best_idle and to_all > best_all):
+            best, best_idle, best_all = n, to_idle, to_all
+    return best
+
+
+@njit(cache=True)
+def _answer(row, shape, build, compat, has_labels, prices, cpu_prices, values, whole, step_mib, bounds):
+    """(answer, set of GPUs). The GPU of a task that wants one whole is chosen by `choose`: it does not matter here."""
+    state = row[STATE] & (HELD - 1)
+    if state:
+        return -state, 0
+    if not has_labels:
+        return -1 - R_LABELS, 0
+    want = shape[S_COUNT]
+    mask = 0
+    if want:
+        mask, reason = _free_mask(row, shape, build, compat)
+        if reason:
+            return reason, 0
+    if row[CPU] < shape[S_CPU]:
+        return -1 - R_CPU, 0
+    if row[MEMORY] < shape[S_MEMORY]:
+        return -1 - R_MEMORY, 0
+    if row[STATE] & HELD:
+        # The last filter: a hold is the reason only where there is no other.
+        return -1 - R_HELD, 0
+    price = prices[row[MODEL]]
+    is_known = len(cpu_prices) > 0
+    before = np.int64(0)
+    if is_known and price:
+        before = price * _bounds(
+            row, build, cpu_prices, values, whole, step_mib, 0, 0, 0, 0, bounds
+        ) // 1000  # fmt: skip
+    idle, left_mib = 0, 0
+    for n in range(row[COUNT]):
+        idle += _is_idle(row, build, n)
+        left_mib += row[PIECES + n]
+    if want == 0:
+        if not is_known:
+            return (row[COUNT] << 54) | ((row[CPU] - shape[S_CPU]) << 27) | (row[MEMORY] - shape[S_MEMORY]), 0
+        loss = _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, 0, bounds)
+        return (loss << 1) | (row[COUNT] > 0), 0
+    if want > 1:
+        chosen, cost, size = _least_cost(build, mask, want)
+        score = (cost << 6) | size
+    elif shape[S_WHOLE]:
+        chosen, score = mask & -mask, row[PLACE]
+    else:
+        return _fraction(
+            row,
+            shape,
+            build,
+            mask,
+            before,
+            price,
+            cpu_prices,
+            values,
+            whole,
+            step_mib,
+            bounds,
+            idle,
+            left_mib,
+        )
+    if is_known:
+        loss = _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, chosen, bounds)
+        return (score << 26) | loss, chosen
+    return (score << 32) | (idle << 26) | left_mib, chosen
+
+
+@njit(cache=True)
+def _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, chosen, bounds):
+    """In thousandths of a GPU, to the nearest."""
+    if not price:
+        return np.int64(0)
+    after = price * _bounds(
+        row, build, cpu_prices, values, whole, step_mib,
+        shape[S_CPU], chosen, shape[S_MILLI], shape[S_GPU_MEMORY], bounds,
+    ) // 1000  # fmt: skip
+    return min((before - after + 500_000) // 1_000_000, np.int64((1 << 26) - 1))
+
+
+@njit(cache=True)
+def _fraction(
+    row, shape, build, mask, before, price, cpu_prices, values, whole, step_mib, bounds, idle, left_mib
+):
+    best, chosen = NOTHING, 0
+    for n in range(row[COUNT]):
+        if not mask >> n & 1:
+            continue
+        if len(cpu_prices) > 0:
+            score = _loss(
+                row, shape, build, before, price, cpu_prices, values, whole, step_mib, 1 << n, bounds
+            )
+        else:
+            need = build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
+            opens = 2 if _is_idle(row, build, n) else 0
+            left = 1000 * (row[PIECES + n] - need) // build[n] + row[PIECES + GPUS + n] - shape[S_MILLI]
+            score = (opens << 44) | (left << 32) | ((idle - (1 if opens else 0)) << 26) | left_mib
+        if score < best:
+            best, chosen = score, 1 << n
+    return best, chosen
+
+
+@njit(cache=True)
+def catch_up(
+    rows, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
+    keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+):  # fmt: skip
+    """Answers anew for the nodes that stand in log[first:last], or for all where first < 0. Returns how many of them
+    are left to the caller in `odd`, since they are of a build that this page does not know."""
+    bounds = np.zeros(8, np.int64)
+    shape = shapes[s]
+    left = 0
+    dirty = False
+    count = len(rows) if first < 0 else last - first
+    for i in range(count):
+        node = i if first < 0 else log[last - 1 - i]
+        if stamps[node] == stamp:
+            continue
+        stamps[node] = stamp
+        row = rows[node]
+        b = row[BUILD]
+        if b < 0:
+            odd[left] = node
+            left += 1
+            continue
+        answer, _ = _answer(
+            row, shape, builds[b], compat[s, b], labels[shape[S_LABELS], node],
+            prices, cpu_prices, values, whole, step_mib, bounds,
+        )  # fmt: skip
+        if _put(keys, counts, minima, block_of, s, node, answer):
+            dirty = True
+    if dirty:
+        _mend(keys, minima, block_starts, s)
+    return left
+
+
+@njit(cache=True)
+def put(keys, counts, minima, block_of, block_starts, s, node, answer):
+    """Enters an answer that was found elsewhere."""
+    if _put(keys, counts, minima, block_of, s, node, answer):
+        _mend(keys, minima, block_starts, s)
+
+
+@njit(cache=True, inline="always")
+def _put(keys, counts, minima, block_of, s, node, answer):
+    """Whether the minimum of the node's block is no longer known."""
+    before = keys[s, node]
+    if before == answer:
+        return False
+    if before < 0 and before != UNKNOWN:
+        counts[s, -1 - before] -= 1
+    if answer < 0:
+        counts[s, -1 - answer] += 1
+    keys[s, node] = answer
+    block = block_of[node]
+    if answer >= 0 and answer < minima[s, block]:
+        minima[s, block] = answer
+    elif before >= 0 and before == minima[s, block]:
+        minima[s, block] = -1
+        return True
+    return False
+
+
+@njit(cache=True)
+def _mend(keys, minima, block_starts, s):
+    for block in range(len(block_starts) - 1):
+        if minima[s, block] == -1:
+            least = NOTHING
+            for node in range(block_starts[block], block_starts[block + 1]):
+                key = keys[s, node]
+                if key >= 0 and key < least:
+                    least = key
+            minima[s, block] = least
+
+
+@njit(cache=True)
+def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
+    """The node of the lowest score; then in the place with the fewest idle GPUs; then the first by name. -1: none."""
+    best, best_idle, best_node = NOTHING, NOTHING, -1
+    for block in range(len(block_starts) - 1):
+        least = minima[s, block]
+        if least > best or least == NOTHING:
+            continue
+        idle = idle_in[block_place[block]]
+        if least == best and idle > best_idle:
+            continue
+        node = block_starts[block]
+        while keys[s, node] != least:
+            node += 1
+        if least < best or idle < best_idle or name_order[node] < name_order[best_node]:
+            best, best_idle, best_node = least, idle, node
+    return best_node
+
+
+@njit(cache=True)
+def choose(rows, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib):
+    """The set of GPUs that the task would get on a node where it fits."""
+    row, shape = rows[node], shapes[s]
+    build = builds[row[BUILD]]
+    kept = compat[s, row[BUILD]]
+    if shape[S_COUNT] == 1 and shape[S_WHOLE]:
+        mask, _ = _free_mask(row, shape, build, kept)
+        return np.int64(1) << _worst_connected(row, build, mask)
+    _, chosen = _answer(
+        row, shape, build, kept, True, prices, cpu_prices, values, whole, step_mib, np.zeros(8, np.int64)
+    )
+    return np.int64(chosen)
+
+
+@njit(cache=True)
+def take(rows, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
+    """The task is there from now on. Returns by how many the whole GPUs of the node became fewer."""
+    row = rows[node]
+    build = builds[row[BUILD]]
+    fewer = 0
+    row[CPU] -= cpu
+    row[MEMORY] -= memory
+    for n in range(row[COUNT]):
+        if chosen >> n & 1:
+            fewer += _is_idle(row, build, n)
+            row[PIECES + n] -= build[n] if gpu_memory < 0 else gpu_memory
+            row[PIECES + GPUS + n] -= milli
+            row[PIECES + 2 * GPUS + n] |= bit
+    return fewer
+
+
+@njit(cache=True)
+def idle_gpus(row, build):
+    idle = 0
+    for n in range(row[COUNT]):
+        idle += _is_idle(row, build, n)
+    return idle
+
+
+@njit(cache=True)
+def free_pieces(rows, s, compat, keys):
+    """(largest memory, largest compute, all memory, all compute) that is free on GPUs which the task might have had:
+    of nodes that let it in, of its model, with something left of both."""
+    largest_mib, largest_milli, mib, milli = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for node in range(len(rows)):
+        row = rows[node]
+        key = keys[s, node]
+        if row[BUILD] < 0 or row[STATE] & HELD or (key < 0 and key >= -1 - R_LABELS):
+            continue
+        match = compat[s, row[BUILD]]
+        for n in range(row[COUNT]):
+            if match >> n & 1:
+                mib += row[PIECES + n]
+                milli += row[PIECES + GPUS + n]
+                if row[PIECES + n] > 0 and row[PIECES + GPUS + n] > 0:
+                    largest_mib = max(largest_mib, row[PIECES + n])
+                    largest_milli = max(largest_milli, row[PIECES + GPUS + n])
+    return largest_mib, largest_milli, mib, milli
+
+
+@njit(cache=True)
+def node_values(rows, builds, cpu_prices, values, whole, step_mib, models):
+    """(worth of the nodes of each model at equal prices, nodes by whole GPUs, free compute), for the next prices."""
+    worth, idle, milli = np.zeros(models, np.float64), np.zeros(GPUS + 1, np.int64), np.int64(0)
+    bounds = np.zeros(8, np.int64)
+    for node in range(len(rows)):
+        row = rows[node]
+        if row[BUILD] < 0 or row[STATE] & (HELD - 1) or row[COUNT] == 0:
+            continue
+        build = builds[row[BUILD]]
+        worth[row[MODEL]] += _bounds(
+            row, build, cpu_prices, values, whole, step_mib, 0, 0, 0, 0, bounds
+        )  # fmt: skip
+        idle[idle_gpus(row, build)] += 1
+        for n in range(row[COUNT]):
+            milli += row[PIECES + GPUS + n]
+    return worth, idle, milli
+
+
+@njit(cache=True)
+def knapsack(compute, memory, worth, steps, memory_steps):
+    """values[r, m]: the most that sizes, each as often as one likes, pay for r steps of compute and m of memory."""
+    values = np.zeros((steps + 1, memory_steps + 1), np.int64)
+    for r in range(1, steps + 1):
+        for m in range(memory_steps + 1):
+            best = values[r - 1, m]
+            if m and values[r, m - 1] > best:
+                best = values[r, m - 1]
+            for n in range(len(compute)):
+                if compute[n] <= r and memory[n] <= m:
+                    paid = worth[n] + values[r - compute[n], m - memory[n]]
+                    if paid > best:
+                        best = paid
+            values[r, m] = best
+    return values
+
+
+@njit(cache=True)
+def best_pattern(compute, memory, prices, steps, memory_steps):
+    """(how often each size stands in the pattern that pays most for one GPU, what it pays)."""
+    values = np.zeros((steps + 1, memory_steps + 1), np.float64)
+    taken = np.full((steps + 1, memory_steps + 1), -1, np.int64)
+    for r in range(1, steps + 1):
+        for m in range(memory_steps + 1):
+            best, how = values[r - 1, m], np.int64(-1)
+            if m and values[r, m - 1] > best:
+                best, how = values[r, m - 1], np.int64(-2)
+            for n in range(len(compute)):
+                if compute[n] <= r and memory[n] <= m:
+                    paid = prices[n] + values[r - compute[n], m - memory[n]]
+                    if paid > best + 1e-12:
+                        best, how = paid, n
+            values[r, m], taken[r, m] = best, how
+    pattern = np.zeros(len(compute), np.int64)
+    r, m = steps, memory_steps
+    while r > 0:
+        how = taken[r, m]
+        if how == -1:
+            r -= 1
+        elif how == -2:
+            m -= 1
+        else:
+            pattern[how] += 1
+            r -= compute[how]
+            m -= memory[how]
+    return pattern, values[steps, memory_steps]

@@ -1,0 +1,151 @@
+"""The index gives the answers and reasons of the plain search, whatever changed between two questions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator import model
+from coordinator.index import Index
+from coordinator.model import NodeAdmin
+from coordinator.placement import Draft, Spot, wait_reason
+from coordinator.prices import size_prices, with_market
+from coordinator.snapshot import Shape, TaskShape, shape_of
+from coordinator.usage import Headroom
+from coordinator.worth import Worth, kind_of
+from tests.builders import GIB, World, gpu, mig, node, piece, running, spec
+
+NO_LIMIT = Headroom()
+SEEN: Counter[str] = Counter()
+
+
+def world() -> World:
+    """Racks, models, cards of two sizes, flat nodes and nodes with groups, MIG instances, a node of ten GPUs."""
+    return World(
+        node("n1", labels={"rack": "r1", "zone": "a"}),
+        node("n2", gpus=4, groups=(), labels={"rack": "r1", "zone": "a"}, cpu=20_000),
+        node("n3", gpus=2, groups=(), memory=16 * GIB, model="T4", labels={"rack": "r2", "zone": "a"}),
+        node("n4", labels={"rack": "r2", "zone": "a"}, isolations=("exclusive", "timeslice")),
+        node("n5", gpus=0, cpu=64_000),
+        node(
+            "n6", [gpu("n6", 0, unavailable="MIG mode"), *(mig("n6", 0, 1 + n, 16384, 142) for n in range(3))]
+        ),
+        node("n7", gpus=10, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8, 9)), labels={"rack": "r9"}),
+        node("n8", gpus=1, node_memory=8 * GIB),
+        node(
+            "n9", [gpu("n9", 0), gpu("n9", 1, unavailable="lost"), gpu("n9", 2, 40 * GIB, "A30")], groups=()
+        ),
+    )
+
+
+sizes = st.one_of(
+    st.builds(lambda n: {"gpus": n}, st.integers(0, 9)),
+    st.builds(
+        lambda n, m: {"gpus": n, "model": m}, st.integers(1, 2), st.sampled_from(["a100", "T4", "H100"])
+    ),
+    st.builds(
+        lambda m, c, n, i: {"memory": m * GIB, "compute": c, "gpus": n, "isolation": i},
+        st.integers(1, 90),
+        st.integers(1, 1000),
+        st.sampled_from([1, 1, 1, 2, 3]),
+        st.sampled_from(["", "", "mps", "timeslice"]),
+    ),
+    st.builds(lambda c: {"compute": c}, st.integers(1, 999)),
+)
+shapes = st.builds(
+    lambda size, cpu, memory, labels: shape_of(spec(cpu=cpu, node_memory=memory, constraints=labels, **size)),
+    sizes,
+    st.integers(1, 30_000),
+    st.integers(1, 4096),
+    st.sampled_from([{}, {}, {}, {"zone": "a"}, {"rack": "r2"}]),
+)
+
+
+def prices(asked: list[Shape]) -> Worth | None:
+    """Prices of a mix of these shapes, each many times."""
+    mix: Counter[object] = Counter()
+    for shape in asked:
+        for task in shape.tasks:
+            mix[kind_of(task.gpus, task.cpu_milli)] += 40
+    worth = size_prices(mix, 80 * GIB)  # type: ignore[arg-type]
+    if worth is None:
+        return None
+    values = {"NVIDIA A100-SXM4-80GB": 10**10, "T4": 10**9}
+    return with_market(worth, mix, values, {0: 2, 3: 1, 8: 2}, 20_000)  # type: ignore[arg-type]
+
+
+def same(
+    kept: Draft, plain: Draft, task: TaskShape, constraints: tuple[tuple[str, str], ...], limit: Headroom
+) -> Spot | None:
+    one, other = kept.search(task, constraints), plain.search(task, constraints)
+    found, expected = one.best(limit), other.best(limit)
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert (found.node, found.found.gpus, found.found.isolations, found.found.cost) == (
+            expected.node,
+            expected.found.gpus,
+            expected.found.isolations,
+            expected.found.cost,
+        )
+    assert one.fits_somewhere == other.fits_somewhere
+    assert one.refusals() == other.refusals()
+    return expected
+
+
+def shaken(w: World, random: Random, turn: int) -> None:
+    """Something changes between two cycles."""
+    what = random.randrange(6)
+    name = random.choice(sorted(w.cluster.snapshot(w.now_ms).nodes))
+    if what == 0:
+        w.see(model.AdminSeen(NodeAdmin(name, cordoned=random.random() < 0.5)))
+    elif what == 1:
+        w.see(model.AdminSeen(NodeAdmin(name, labels={"zone": random.choice("ab")})))
+    elif what == 2:
+        w.see(model.ReportGone(name))
+    elif what == 3:
+        w.add(node(f"new{turn}", gpus=random.randrange(5), groups=()))
+    elif what >= 4:
+        w.submit(running(f"r{turn}", "n2", [piece("GPU-n2-0", 10 * GIB, 125, "mps")]))
+        SEEN["allocation"] += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(shapes, min_size=3, max_size=8), st.booleans(), st.randoms(use_true_random=False))
+def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices, random: Random):
+    w, index = world(), Index()
+    worth = prices(asked) if with_prices else None
+    for turn in range(4):
+        snapshot = evolve(w.cluster.snapshot(w.now_ms), worth=worth)
+        kept, plain = Draft(snapshot, index=index), Draft(snapshot)
+        for step in range(12):
+            shape = random.choice(asked)
+            limit = Headroom(random.choice([20 * GIB, 200 * GIB]), 2000) if step % 4 == 3 else NO_LIMIT
+            spot = same(kept, plain, shape.tasks[0], shape.constraints, limit)
+            SEEN["refused" if spot is None else "placed"] += 1
+            SEEN["priced"] += worth is not None
+            if spot is not None:
+                SEEN["odd"] += spot.node in ("n6", "n7")
+                for draft in (kept, plain):
+                    draft.take([spot])
+                assert kept.row(spot.node) == plain.row(spot.node)
+                assert kept.idle_gpus(spot.node) == plain.idle_gpus(spot.node)
+            if step == 8 and turn == 2:
+                for draft in (kept, plain):
+                    draft.hold(["n1", "n6"])
+                SEEN["held"] += 1
+            location = kept.views["n1"].location
+            assert kept.idle_in(location) == plain.idle_in(location)
+        for shape in asked:
+            assert wait_reason(shape, kept) == wait_reason(shape, plain)
+        shaken(w, random, turn)
+
+
+def test_the_property_above_was_not_vacuous():
+    if not SEEN:
+        pytest.skip("the property did not run")
+    assert all(SEEN[name] > 0 for name in ("placed", "refused", "priced", "odd", "held", "allocation")), SEEN
