@@ -20,7 +20,6 @@ import random
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from aiohttp import web
 from attrs import evolve
 
 from coordinator.api.app import make_app
+from coordinator.clock import SteadyClock
 from coordinator.cluster import Cluster
 from coordinator.commit import LeadershipLost
 from coordinator.config import SettingInvalid, Settings, from_mapping
@@ -106,8 +106,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     return evolve(settings, engine=options.engine) if options.engine else settings
 
 
-def clock_ms() -> int:
-    return time.time_ns() // 1_000_000
+clock_ms = SteadyClock()
 
 
 def _identity(options: argparse.Namespace) -> str:

@@ -21,7 +21,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -31,6 +30,7 @@ import yaml
 from aiohttp import web
 from attrs import evolve, frozen
 
+from coordinator.clock import SteadyClock
 from coordinator.config import SettingInvalid, Settings, from_mapping
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.records import Endpoint
@@ -144,7 +144,7 @@ async def _serve(
         gpus,
         options.settings,
         expired,
-        _clock_ms,
+        SteadyClock(),
         known=known,
     )
     ready = {"event": "ready", "role": "agent", "node": options.node, "address": endpoint.address}
@@ -153,10 +153,6 @@ async def _serve(
         await agent.run()
     finally:
         await gpus.close()
-
-
-def _clock_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 async def _until_told(work: Awaitable[None]) -> None:

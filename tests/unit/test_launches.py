@@ -1,4 +1,4 @@
-"""The scheduler's sink of observed tasks: what an engine says once is written, whatever the store does meanwhile."""
+"""The sink of observed tasks: what an engine says once is written, whatever the store does meanwhile."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from coordinator.cluster import Cluster
 from coordinator.commit import Committer
 from coordinator.config import Settings
 from coordinator.engines.agent import AgentEngine
-from coordinator.fairness import policy_from
+from coordinator.launches import Launches
 from coordinator.model import Allocation, Job, JobState, Task, TaskPlacement, TaskState
 from coordinator.records import LEADER, Endpoint, Leadership, decode, encode, grant_key, job_key, task_key
 from coordinator.replica import Replica
-from coordinator.scheduler import Scheduler
 from coordinator.store import MemoryStore, Put, absent
 from jobspecs.container import Grant
 from tests.builders import spec
@@ -33,8 +32,8 @@ async def _nowhere(node: str) -> Endpoint | None:
     return None
 
 
-def on_virtual_time(test: Callable[[FlakyStore, Scheduler, Replica], Awaitable[None]]) -> None:
-    """Runs `test` with a live job of one task, led by a scheduler whose store fails as told."""
+def on_virtual_time(test: Callable[[FlakyStore, Launches], Awaitable[None]]) -> None:
+    """Runs `test` with a live job of one task, led by one whose store fails as told."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -47,8 +46,8 @@ def on_virtual_time(test: Callable[[FlakyStore, Scheduler, Replica], Awaitable[N
         await replica.ready()
         committer = Committer(store, SETTINGS, LEADERSHIP, 0, elected.revision)
         engine = AgentEngine(_nowhere)
-        scheduler = Scheduler(replica, engine, committer, SETTINGS, policy_from(SETTINGS), lambda: 0)
-        await test(store, scheduler, replica)
+        launches = Launches(replica, engine, committer, SETTINGS, lambda: 0)
+        await test(store, launches)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -67,21 +66,21 @@ async def _stored(store: FlakyStore) -> Task | None:
 def test_an_end_is_written_though_the_store_was_away() -> None:
     """Seeds 1 and 4 of the simulation: the first lost answer ended the coordinator's process."""
 
-    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
+    async def test(store: FlakyStore, launches: Launches) -> None:
         store.dropped_requests, store.lost_replies = 2, 1
-        await scheduler.observed(ENDED)
+        await launches.observed(ENDED)
         assert await _stored(store) == ENDED
 
     on_virtual_time(test)
 
 
 def test_what_was_seen_earlier_cannot_land_on_what_was_seen_later() -> None:
-    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
+    async def test(store: FlakyStore, launches: Launches) -> None:
         store.only, store.late_requests = "/serai/tasks/", 1
         running = evolve(ENDED, state=TaskState.RUNNING, exit_code=None, released=False)
-        telling = asyncio.create_task(scheduler.observed(running))
+        telling = asyncio.create_task(launches.observed(running))
         await asyncio.sleep(0.5)  # the request is under way, and its answer was given up
-        await scheduler.observed(ENDED)
+        await launches.observed(ENDED)
         assert [result.succeeded for result in await store.deliver()] == [False]
         await telling
         assert await _stored(store) == ENDED
@@ -90,8 +89,8 @@ def test_what_was_seen_earlier_cannot_land_on_what_was_seen_later() -> None:
 
 
 def test_nobody_waits_for_a_task_that_is_not_granted_any_more() -> None:
-    async def test(store: FlakyStore, scheduler: Scheduler, replica: Replica) -> None:
-        await scheduler.observed(evolve(ENDED, attempt=2))
+    async def test(store: FlakyStore, launches: Launches) -> None:
+        await launches.observed(evolve(ENDED, attempt=2))
         assert await _stored(store) is None
 
     on_virtual_time(test)
