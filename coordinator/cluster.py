@@ -19,14 +19,18 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from coordinator import model
-from coordinator.lifecycle import due_ms, is_restless
+from coordinator.lifecycle import HELD_RESERVATION, due_ms, is_restless
 from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
+from coordinator.shares import ShareLedger, share_weights, water_fill
 from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
 from coordinator.usage import UsageLedger, Use
 from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
+
+# Entitled shares are taken anew as often as this while demand changes; in between they count as they were.
+SHARES_EVERY_MS = 1000
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -70,6 +74,12 @@ class Cluster:
         self._held: _Shared[str, Use] = _Shared()
         self._machines = Machines(settings)
         self._ledger = UsageLedger(1000 * settings.fairness.window_seconds)
+        self._shares = ShareLedger(1000 * settings.fairness.window_seconds)
+        self._shares_at_ms: int | None = None
+        self._changed_ms: int | None = None  # since when the shares are of another demand
+        self._capacity_milli = 0
+        self._wanted_milli: dict[str, int] = {}
+        self._withdrawn: _Shared[str, int] = _Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
         self._due: list[tuple[int, str]] = []
@@ -121,6 +131,7 @@ class Cluster:
         self._end_listing()
         nodes, lost_jobs, node_due_ms = self._machines.views(now_ms)
         next_due_ms = self._next_due(now_ms)
+        self._share(now_ms)
         return Snapshot(
             revision=self.revision,
             news=self.news,
@@ -137,6 +148,8 @@ class Cluster:
             job_revisions=self._revisions.lend(),
             held=self._held.lend(),
             usage=self._ledger.window(now_ms),
+            entitled=self._shares.window(now_ms),
+            withdrawn=self._withdrawn.lend(),
             restless=frozenset(self._restless | lost_jobs),
             unreadable=self._machines.unreadable_keys,
             next_due_ms=min((t for t in (next_due_ms, node_due_ms) if t is not None), default=None),
@@ -147,6 +160,8 @@ class Cluster:
     def apply(self, event: model.Event, now_ms: int) -> None:
         """Takes in one event. `now_ms` is the time of the coordinator, never one from a record."""
         fold = _FOLDS.get(type(event))
+        if self._changed_ms is not None and now_ms > self._changed_ms:
+            self._share(now_ms)
         if fold is not None:
             fold(self, event, now_ms)
 
@@ -172,12 +187,13 @@ class Cluster:
             return
         self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
         if job.state.is_final:
+            self._note_withdrawal(job)
             if self._keep_done:
                 self._done.own()[job.id] = job
         elif job.allocation is not None:
             self._hold(job, now_ms)
         else:
-            self._queue(job)
+            self._queue(job, now_ms)
 
     def _job_gone(self, event: model.JobGone, now_ms: int) -> None:
         self._machines.readable((event.folder, event.id))
@@ -196,6 +212,7 @@ class Cluster:
             del self._done.own()[id]
         if id in self._waiting.now:
             job = self._waiting.own().pop(id)
+            self._want(job, -1, now_ms)
             self._news += not is_placed
             self._line(job, lambda line: _remove(line, job))
         if id in self._jobs.now:
@@ -204,9 +221,10 @@ class Cluster:
             self._machines.free(job)
             self._charge(job, now_ms, -1)
 
-    def _queue(self, job: Job) -> None:
+    def _queue(self, job: Job, now_ms: int) -> None:
         self._news += 1
         self._waiting.own()[job.id] = job
+        self._want(job, 1, now_ms)
         self._line(job, lambda line: insort(line, job, key=_age))
         waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
         heapq.heappush(self._due, (waited_ms, job.id))
@@ -224,6 +242,7 @@ class Cluster:
         allocation = job.allocation
         if allocation is None:
             return
+        self._shares_changed(at_ms)
         use = Use().plus(Use(allocation.compute_milli, allocation.memory_mib), times)
         held = self._held.own()
         held[job.tenant] = held.get(job.tenant, Use()).plus(use)
@@ -231,6 +250,45 @@ class Cluster:
             del held[job.tenant]
         if not self._is_listing:
             self._ledger.change(job.tenant, at_ms, use)
+
+    def _want(self, job: Job, times: int, now_ms: int) -> None:
+        wanted_milli = self._wanted_milli.get(job.tenant, 0) + times * shape_of(job.spec).compute_milli
+        self._wanted_milli[job.tenant] = wanted_milli
+        if not wanted_milli:
+            del self._wanted_milli[job.tenant]
+        self._shares_changed(now_ms)
+
+    def _shares_changed(self, now_ms: int) -> None:
+        if self._changed_ms is None:
+            self._changed_ms = now_ms
+
+    def _share(self, now_ms: int) -> None:
+        """What each tenant is entitled to of the cluster's compute from now on, by what it holds and wants."""
+        last_ms, capacity_milli = self._shares_at_ms, self._machines.compute_milli
+        if last_ms is not None and last_ms < now_ms < last_ms + SHARES_EVERY_MS:
+            return
+        if self._changed_ms is None and capacity_milli == self._capacity_milli:
+            return
+        self._shares_at_ms, self._changed_ms, self._capacity_milli = now_ms, None, capacity_milli
+        names = sorted({*self._wanted_milli, *self._held.now})
+        records = [self._tenants.now.get(name) or Tenant(name) for name in names]
+        demands = []
+        for name, record in zip(names, records, strict=True):
+            demand = self._held.now.get(name, Use()).compute + self._wanted_milli.get(name, 0)
+            limit = record.limit_compute_milli
+            demands.append(demand if limit is None else min(demand, limit))
+        shares = water_fill(capacity_milli, share_weights(records), demands)
+        self._shares.set(now_ms, dict(zip(names, shares, strict=True)))
+
+    def _note_withdrawal(self, job: Job) -> None:
+        """A job for which slices were reserved was taken back (`lifecycle.cancelled` says so in its record)."""
+        if (
+            job.reason is not None
+            and job.reason.numbers.get(HELD_RESERVATION)
+            and job.ended_at_ms is not None
+        ):
+            latest_ms = max(job.ended_at_ms, self._withdrawn.now.get(job.tenant, 0))
+            self._withdrawn.own()[job.tenant] = latest_ms
 
     def _look_at(self, job: Job) -> None:
         tasks = self.tasks_of(job.id, job.attempt)
@@ -260,10 +318,12 @@ class Cluster:
 
     def _tenant_seen(self, event: model.TenantSeen, now_ms: int) -> None:
         self._news += 1
+        self._shares_changed(now_ms)
         self._tenants.own()[event.tenant.name] = event.tenant
 
     def _tenant_gone(self, event: model.TenantGone, now_ms: int) -> None:
         self._news += 1
+        self._shares_changed(now_ms)
         self._tenants.own().pop(event.name, None)
 
     def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:

@@ -1,11 +1,13 @@
 """One cycle: from a frozen snapshot to a frozen plan. This page is the product; everything else serves it.
 
     1. See what is free, and who waits, in each tenant's own order.
-    2. The job that has waited beyond the bounded wait goes first; where it does not fit, the nodes it needs are held.
-    3. The tenant with the highest priority has its turn: space it is entitled to, less the time it has used.
-    4. Its next job is placed whole or not at all; a shape that did not fit is not asked again in this cycle.
-    5. The tenant is charged at once, and the next turn is decided anew.
-    6. Until nobody who waits can be placed, or the cycle is full: then the plan is committed and the next one starts.
+    2. First those who are owed, the tenant with the highest priority first: a job within its tenant's entitled share
+       starts if it fits; the first that does not fit gets the reservation. (Where the policy knows no debt: the job
+       that has waited beyond the bounded wait.)
+    3. Then everybody, the tenant with the highest priority first, around the reservation. A job is placed whole or not
+       at all; a shape that did not fit is not asked again in this cycle.
+    4. The tenant is charged at once, and the next turn is decided anew.
+    5. Until nobody who waits can be placed, or the cycle is full: then the plan is committed and the next one starts.
 
 Capacity only shrinks in a cycle, so "did not fit" stays true to its end. Reasons are found when somebody asks for
 them: a hundred thousand waiting jobs of fifty shapes have fifty reasons.
@@ -19,14 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from attrs import frozen
 
 from coordinator import gangs
-from coordinator.fairness import Policy, Standings
-from coordinator.holds import nodes_to_hold
+from coordinator.fairness import Entitlement, Policy, Standings
+from coordinator.holds import Reservation, Room, ends_by
 from coordinator.model import Allocation, Job
-from coordinator.placement import Draft, Spot, wait_reason
-from coordinator.queues import Cards, TenantQueue, overdue
+from coordinator.placement import Draft, Spot
+from coordinator.queues import Cards, TenantQueue, overdue, wanted
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
-from coordinator.usage import Headroom
 from vgpu.reasons import Reason, ReasonCode
 
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
@@ -42,96 +43,156 @@ class Placement:
 
 @frozen(eq=False)
 class Plan:
-    """`waiting`: a reason for every job that still waits, found when asked for. `held` are the nodes that are kept
-    for `held_for`, the job that waited too long."""
+    """`waiting`: a reason for every job that still waits, found when asked for. `reservation`: for whom what frees
+    soonest is kept."""
 
     revision: int
     placements: tuple[Placement, ...]
     waiting: Mapping[str, Reason]
-    held: frozenset[str] = frozenset()
-    held_for: str = ""
+    reservation: Reservation | None = None
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The nodes that the reservation is about."""
+        return self.reservation.nodes if self.reservation else frozenset()
+
+    @property
+    def held_for(self) -> str:
+        return self.reservation.job.id if self.reservation else ""
 
 
 def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
     """Pure: the same snapshot gives the same plan."""
-    # 1. what is free, who waits
-    draft, standings, cards = Draft(snapshot), Standings(snapshot, policy), Cards(snapshot)
-    queues = {t: TenantQueue(snapshot, t, cards, policy.max_wait_seconds) for t in snapshot.lines}
-    refused: set[Shape] = set()
+    cycle = _Cycle(snapshot, policy)
+    if policy.owed_first:
+        cycle.serve_those_who_are_owed()
+    else:
+        cycle.serve_the_longest_waiting()
+    cycle.serve_everybody()
+    placed = frozenset(placement.job.id for placement in cycle.placements)
+    waiting = Waiting(snapshot, cycle.room, cycle.standings, cycle.entitlement, cycle.cards, placed)
+    return Plan(snapshot.revision, tuple(cycle.placements), waiting, cycle.room.reservation)
 
-    # 2. the bounded wait
-    placements, held_for = _ahead_of_everybody(draft, standings, cards, policy)
-    for placement in placements:
-        queues[placement.job.tenant].take(placement.job)
 
-    # 3. the tenants, by priority
-    turns = [standings.turn(tenant) for tenant in queues]
-    heapq.heapify(turns)
-    while turns and len(placements) < policy.placements_per_cycle:
-        tenant = turns[0][-1]
-        head = queues[tenant].first()
-        if head is None:
-            heapq.heappop(turns)
-            continue
-        # 4. its next job, whole or not at all
-        shape, job = head
-        spots = _spots(shape, draft, standings.headroom(tenant), cards, refused)
+class _Cycle:
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.snapshot = snapshot
+        self.policy = policy
+        self.cards = Cards(snapshot)
+        self.standings = Standings(snapshot, policy)
+        self.entitlement = Entitlement(snapshot, policy, wanted(snapshot, self.cards))
+        self.room = Room(Draft(snapshot), policy)
+        self.queues = {
+            tenant: TenantQueue(snapshot, tenant, self.cards, policy.max_wait_seconds)
+            for tenant in snapshot.lines
+        }
+        self.placements: list[Placement] = []
+
+    def serve_those_who_are_owed(self) -> None:
+        """Until one of them does not fit: that one has the reservation, where it may have one."""
+        turns = self._turns()
+        while turns and not self._is_full and self.room.reservation is None:
+            tenant = turns[0][-1]
+            head = self.queues[tenant].first()
+            if head is None or not self._is_owed(tenant, head[0]):
+                heapq.heappop(turns)
+            elif self._serve(*head, self.room.draft):
+                heapq.heapreplace(turns, self.standings.turn(tenant))
+            else:
+                if self.room.is_refused(head[0]) and not self._has_withdrawn(tenant):
+                    self.room.reserve(*head)
+                self.queues[tenant].refuse()
+
+    def serve_the_longest_waiting(self) -> None:
+        """It goes ahead of everybody, or has the reservation. Only one: a cluster full of them would serve nobody."""
+        for shape, job in self._waited_too_long():
+            if self._serve(shape, job, self.room.draft):
+                return
+            if self.room.is_refused(shape) and self.room.reserve(shape, job):
+                return
+
+    def serve_everybody(self) -> None:
+        """By priority, each by its tenant's order, within what the reservation leaves open to it."""
+        turns, room = self._turns(), self.room
+        while turns and not self._is_full:
+            tenant = turns[0][-1]
+            head = self.queues[tenant].first()
+            if head is None:
+                heapq.heappop(turns)
+                continue
+            shape, job = head
+            is_owed = not room.stops_borrowing or self._is_owed(tenant, shape)
+            draft = room.open_to(job, is_owed)
+            if self._serve(shape, job, draft):
+                heapq.heapreplace(turns, self.standings.turn(tenant))
+            elif draft is room.draft or room.is_refused(shape):
+                self.queues[tenant].refuse()
+            else:
+                self.queues[tenant].pass_over(self._ends_in_time)
+
+    def _serve(self, shape: Shape, job: Job, draft: Draft | None) -> bool:
+        """Places the job whole or not at all, and charges its tenant at once."""
+        headroom = self.standings.headroom(job.tenant)
+        if not headroom.allows(self.cards.needs(shape).use):
+            return False
+        spots = self.room.spots(shape, headroom, draft)
         if spots is None:
-            queues[tenant].refuse()
-            continue
-        # 5. charged at once
-        placements.append(_place(job, spots, draft, standings))
-        queues[tenant].take(job)
-        heapq.heapreplace(turns, standings.turn(tenant))
+            return False
+        self.placements.append(self._placement(job, spots))
+        self.room.take(job, spots)
+        self.standings.charge(job.tenant, self.room.draft.charge(spots))
+        self.queues[job.tenant].take(job)
+        return True
 
-    # 6. everybody else waits, for a reason
-    placed = frozenset(placement.job.id for placement in placements)
-    waiting = Waiting(snapshot, draft, standings, cards, frozenset(refused), placed, held_for)
-    return Plan(snapshot.revision, tuple(placements), waiting, draft.held, held_for[0] if held_for else "")
+    @property
+    def _is_full(self) -> bool:
+        return len(self.placements) >= self.policy.placements_per_cycle
 
+    def _turns(self) -> list[tuple[bool, int, str]]:
+        turns = [self.standings.turn(tenant) for tenant in self.queues]
+        heapq.heapify(turns)
+        return turns
 
-def _spots(
-    shape: Shape, draft: Draft, headroom: Headroom, cards: Cards, refused: set[Shape]
-) -> tuple[Spot, ...] | None:
-    """Where a job of this shape goes, within what its tenant may still hold. A shape for which there is no room
-    whoever asks is refused for the rest of the cycle."""
-    if shape in refused or not headroom.allows(cards.needs(shape).use):
-        return None
-    spots = gangs.place(draft, shape, headroom)
-    if spots is None and gangs.place(draft, shape, gangs.NO_LIMIT) is None:
-        refused.add(shape)
-    return spots
+    def _is_owed(self, tenant: str, shape: Shape) -> bool:
+        return self.entitlement.covers(tenant, self.standings.held(tenant), self.cards.needs(shape).use)
 
+    def _ends_in_time(self, job: Job) -> bool:
+        reservation = self.room.reservation
+        due_ms = reservation.due_ms if reservation else None
+        return due_ms is not None and ends_by(job, self.snapshot.now_ms, due_ms)
 
-def _ahead_of_everybody(
-    draft: Draft, standings: Standings, cards: Cards, policy: Policy
-) -> tuple[list[Placement], tuple[str, Reason] | None]:
-    """The placement of the job that has waited too long, or that job and why it waits while nodes are held for it."""
-    for shape, job in _waited_too_long(draft.snapshot, policy, standings, cards):
-        spots = gangs.place(draft, shape, standings.headroom(job.tenant))
-        if spots is not None:
-            return [_place(job, spots, draft, standings)], None
-        nodes = nodes_to_hold(draft, shape)
-        if nodes:
-            reason = wait_reason(shape, draft)
-            draft.hold(nodes)
-            return [], (job.id, reason)
-    return [], None
+    def _has_withdrawn(self, tenant: str) -> bool:
+        """Whether it took back a job for which slices were reserved, a short while ago: demand that is not meant
+        must not cost others their turn."""
+        at_ms = self.snapshot.withdrawn.get(tenant)
+        return at_ms is not None and self.snapshot.now_ms - at_ms < 1000 * self.policy.withdrawal_seconds
 
+    def _waited_too_long(self) -> Iterator[tuple[Shape, Job]]:
+        """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: overdue,
+        allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7)."""
+        late: Iterable[tuple[Shape, Job]] = (
+            (shape, job)
+            for tenant in self.snapshot.lines
+            for shape, job in overdue(self.snapshot, tenant, self.policy.max_wait_seconds)
+            if self.standings.headroom(tenant).allows(self.cards.needs(shape).use)
+        )
+        seen: set[Shape] = set()
+        for shape, job in sorted(
+            late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id)
+        ):
+            if shape not in seen and why_never(job.spec, self.snapshot) is None:
+                yield shape, job
+            seen.add(shape)
 
-def _place(job: Job, spots: Sequence[Spot], draft: Draft, standings: Standings) -> Placement:
-    chosen = standings.chosen(job.tenant)
-    placed = _placed(spots, draft)
-    allocation = Allocation(
-        attempt=job.attempt,
-        tasks=draft.placements(spots),
-        allocated_at_ms=draft.snapshot.now_ms,
-        chosen=chosen,
-        placed=placed,
-    )
-    draft.take(spots)
-    standings.charge(job.tenant, draft.charge(spots))
-    return Placement(job, allocation)
+    def _placement(self, job: Job, spots: Sequence[Spot]) -> Placement:
+        allocation = Allocation(
+            attempt=job.attempt,
+            tasks=self.room.draft.placements(spots),
+            allocated_at_ms=self.snapshot.now_ms,
+            chosen=self.standings.chosen(job.tenant),
+            placed=_placed(spots, self.room.draft),
+        )
+        return Placement(job, allocation)
 
 
 def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
@@ -144,24 +205,3 @@ def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
         "idle_gpus_before": sum(draft.row(node).idle_gpus for node in nodes),
     }
     return Reason(ReasonCode.PLACED, numbers, tuple(nodes))
-
-
-def _waited_too_long(
-    snapshot: Snapshot, policy: Policy, standings: Standings, cards: Cards
-) -> Iterator[tuple[Shape, Job]]:
-    """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: overdue,
-    allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7). Only one
-    of them is served in a cycle: a cluster full of holds would serve nobody."""
-    late: Iterable[tuple[Shape, Job]] = (
-        (shape, job)
-        for tenant in snapshot.lines
-        for shape, job in overdue(snapshot, tenant, policy.max_wait_seconds)
-        if standings.headroom(tenant).allows(cards.needs(shape).use)
-    )
-    seen: set[Shape] = set()
-    for shape, job in sorted(
-        late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id)
-    ):
-        if shape not in seen and why_never(job.spec, snapshot) is None:
-            yield shape, job
-        seen.add(shape)

@@ -111,7 +111,10 @@ class Policy:
 
     def is_owed(self, held: int, need: int, share: int) -> bool:
         """Whether a job that needs `need` is within the entitled share of a tenant that holds `held`: memory, in any
-        unit. The first job of a tenant always is, so that a share below one job is no share of nothing."""
+        unit. The first job of a tenant always is, so that a share below one job is no share of nothing; and one that
+        needs none of it."""
+        if need <= 0:
+            return True
         return share > 0 and (held <= 0 or 1000 * held + self.round_up_milli * need <= 1000 * share)
 
 

@@ -1,56 +1,334 @@
-"""Which nodes are kept free for a job that has waited beyond the bounded wait.
+"""What is reserved for the one job that is next and does not fit, and what all others may use meanwhile.
 
-One set of nodes that it could run on once they are empty: those that free soonest by their jobs' time limits, then
-the least busy. Chosen anew in each cycle, so a hold ends with its job. It moves rarely: what is held only gets less
-busy, since nobody else is placed there.
+The slices are those that free soonest: what holds them is taken away in the order of its end (`max_runtime`, counted
+from the allocation) until the job fits; that end is when it is due. A job without a time limit may end at any time or
+never; those come last, the least busy nodes first, and then nobody knows when the job is due.
+
+Beside a reservation another job may start
+- anywhere, if it ends before the reserved one is due;
+- else on what the reserved one leaves over of the same nodes, and on all other nodes.
+Where nobody knows the due time and the policy looks first at who is owed, borrowing stops ("hold"): only jobs within
+their tenant's share start, anywhere, until the reserved one has waited beyond the bounded wait; then they too keep off.
+What the reserved job could not use anyway is held from nobody (QF-3).
+
+Chosen anew in each cycle, so a reservation ends with its cause (QF-7). It moves rarely: what is reserved only gets
+less busy.
 """
 
 from __future__ import annotations
 
-from coordinator.fit import Fit
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from attrs import frozen
+
+from coordinator.fairness import Policy
+from coordinator.fit import Fit, after
 from coordinator.gangs import NO_LIMIT, place
-from coordinator.nodes import NodeView
-from coordinator.placement import Draft
+from coordinator.model import Job, TaskPlacement
+from coordinator.nodes import NodeView, Piece, Row
+from coordinator.placement import Draft, Spot, wait_reason
+from coordinator.queues import is_overdue
 from coordinator.snapshot import Shape, Snapshot
+from coordinator.usage import Headroom
+from vgpu.reasons import Reason
 
-# A job without a time limit may end at any time or never; it counts as one that runs for a year.
-_UNLIMITED_MS = 365 * 24 * 3600 * 1000
-
-
-def nodes_to_hold(draft: Draft, shape: Shape) -> tuple[str, ...]:
-    """Node names; empty where the nodes that are up could not take the job even when empty."""
-    usable = [
-        name
-        for name in draft.views
-        if draft.gate(name, shape.constraints) is None and _could_take(draft, draft.views[name], shape)
-    ]
-    usable.sort(key=lambda name: (*_free_again(draft.views[name], draft.snapshot), name))
-    if shape.task_count == 1:
-        return tuple(usable[:1])
-    rows = {name: draft.row(name) for name in draft.views}
-    size = 1
-    while usable:
-        rows |= {name: draft.views[name].full_row for name in usable[:size]}
-        spots = place(Draft(draft.snapshot, rows), shape, NO_LIMIT)
-        if spots is not None:
-            return tuple(sorted({spot.node for spot in spots}))
-        if size >= len(usable):
-            return ()
-        size *= 2
-    return ()
+_UNKNOWN_MS = 1 << 62
+# A job that has run out its time, or was asked to stop, ends soon; it is not over before its end is confirmed.
+_SOON_MS = 1000
 
 
-def _could_take(draft: Draft, view: NodeView, shape: Shape) -> bool:
-    row = view.full_row
-    return any(isinstance(draft.fit(task, row), Fit) for task in shape.tasks)
+@frozen
+class Reservation:
+    """`due_ms`: when the job starts at the latest, unless something outlives its time; None where nobody knows.
+    `reason`: why it does not fit now. `is_overdue`: it has waited beyond the bounded wait."""
+
+    job: Job
+    tasks: tuple[TaskPlacement, ...]
+    due_ms: int | None
+    reason: Reason
+    is_overdue: bool
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset(placed.node for placed in self.tasks)
 
 
-def _free_again(view: NodeView, snapshot: Snapshot) -> tuple[int, int]:
-    """(when the last of its jobs ends at the latest, compute in use)."""
-    ends = [0]
-    for use in view.uses:
-        limit_seconds = use.job.spec.max_runtime_seconds
-        since_ms = use.job.allocation.allocated_at_ms if use.job.allocation else snapshot.now_ms
-        ends.append(since_ms + (_UNLIMITED_MS if limit_seconds is None else 1000 * limit_seconds))
-    busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
-    return max(ends), busy_milli
+def ends_by(job: Job, now_ms: int, due_ms: int) -> bool:
+    """Whether a job that starts now is over by then, by its own limit."""
+    limit_seconds = job.spec.max_runtime_seconds
+    return limit_seconds is not None and now_ms + 1000 * limit_seconds - job.ran_ms <= due_ms
+
+
+class Room:
+    """What the jobs of one cycle may use. `draft` is everything that is free."""
+
+    def __init__(self, draft: Draft, policy: Policy) -> None:
+        self.draft = draft
+        self.reservation: Reservation | None = None
+        self._policy = policy
+        self._now_ms = draft.snapshot.now_ms
+        self._taken: list[_Holder] = []
+        self._later: dict[str, Row] = {}
+        self._usable: frozenset[str] = frozenset()
+        self._rest: Draft | None = None
+        self._elsewhere: Draft | None = None
+        self._refused: dict[Draft, set[Shape]] = {draft: set()}
+
+    @property
+    def stops_borrowing(self) -> bool:
+        """Only jobs within their tenant's share may start."""
+        return self._policy.owed_first and self.reservation is not None and self.reservation.due_ms is None
+
+    def open_to(self, job: Job, is_owed: bool) -> Draft | None:
+        """What this job may use; None for nothing."""
+        reservation = self.reservation
+        if reservation is None:
+            return self.draft
+        if reservation.due_ms is not None:
+            return self.draft if ends_by(job, self._now_ms, reservation.due_ms) else self._rest
+        if not self._policy.owed_first:
+            return self._rest
+        if not is_owed:
+            return self._elsewhere
+        return self._rest if reservation.is_overdue else self.draft
+
+    def spots(self, shape: Shape, headroom: Headroom, draft: Draft | None) -> tuple[Spot, ...] | None:
+        """Where a job of this shape goes, within what its tenant may still hold. A shape for which there is no room
+        whoever asks is refused for the rest of the cycle."""
+        if draft is None or self.is_refused(shape, draft):
+            return None
+        spots = place(draft, shape, headroom)
+        if spots is None and place(draft, shape, NO_LIMIT) is None:
+            self._refused[draft].add(shape)
+        return spots
+
+    def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
+        """Whether nobody has room for the shape any more; of `draft` alone where one is given."""
+        return shape in self._refused[self.draft] or (draft is not None and shape in self._refused[draft])
+
+    def take(self, job: Job, spots: Sequence[Spot]) -> None:
+        """From now on the job is there."""
+        reservation = self.reservation
+        self.draft.take(spots)
+        self._taken += [_holder_of(spot, self.draft, self._end_ms(job)) for spot in spots]
+        if reservation is None or self._rest is None:
+            return
+        if self._elsewhere is not None:
+            self._elsewhere.take([spot for spot in spots if spot.node not in self._usable])
+        is_back = reservation.due_ms is not None and ends_by(job, self._now_ms, reservation.due_ms)
+        touched = [spot for spot in spots if spot.node in self._later]
+        if not is_back:
+            for spot in touched:
+                self._later[spot.node] = after(spot.task, self._later[spot.node], spot.found)
+        if touched and (is_back or self.stops_borrowing):
+            self._look_again()  # it may stand on what is reserved
+        else:
+            self._rest.take(spots)
+
+    def reserve(self, shape: Shape, job: Job) -> bool:
+        """Reserves for the job what frees soonest. False where the nodes that are up could not take it even when
+        empty, so that it holds nothing from anybody."""
+        self._usable = frozenset(
+            name
+            for name, view in self.draft.views.items()
+            if self.draft.gate(name, shape.constraints) is None and self._could_take(view, shape)
+        )
+        found = _Freeing(self.draft, self._holders()).soonest(shape)
+        if found is None:
+            return False
+        spots, due_ms, rows = found
+        self._later = rows
+        for spot in spots:
+            self._later[spot.node] = after(spot.task, self._later[spot.node], spot.found)
+        self.reservation = Reservation(
+            job,
+            self.draft.placements(spots),
+            None if due_ms >= _UNKNOWN_MS else due_ms,
+            wait_reason(shape, self.draft),
+            is_overdue(job, self._now_ms, self._policy.max_wait_seconds),
+        )
+        self._look_again()
+        if self.stops_borrowing and len(self._usable) < len(self.draft.views):
+            rows = {name: _nothing(self.draft.row(name)) for name in self._usable}
+            self._elsewhere = self._copy(rows)
+        return True
+
+    def _could_take(self, view: NodeView, shape: Shape) -> bool:
+        row = view.full_row
+        return any(isinstance(self.draft.fit(task, row), Fit) for task in shape.tasks if task.count)
+
+    def _look_again(self) -> None:
+        rows = {name: _lesser(self.draft.row(name), later) for name, later in self._later.items()}
+        refused = self._refused.pop(self._rest, set()) if self._rest is not None else set()
+        self._rest = self._copy(rows)
+        self._refused[self._rest] |= refused
+
+    def _copy(self, rows: dict[str, Row]) -> Draft:
+        changed = {holder.node: self.draft.row(holder.node) for holder in self._taken}
+        draft = Draft(self.draft.snapshot, changed | rows)
+        self._refused[draft] = set()
+        return draft
+
+    def _holders(self) -> list[_Holder]:
+        """What holds slices of the nodes that the job could use, in the order in which it is expected to end."""
+        found = [holder for holder in self._taken if holder.node in self._usable]
+        for name in self._usable:
+            view = self.draft.views[name]
+            places = {gpu.gpu.uuid: n for n, gpu in enumerate(view.gpus)}
+            busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
+            for use in view.uses:
+                pieces = tuple(
+                    _Held(places[piece.gpu], piece.memory_mib, piece.compute_milli, piece.isolation)
+                    for piece in use.placement.slices
+                    if piece.gpu in places
+                )
+                size = use.placement.cpu_milli, use.placement.memory_mib
+                found.append(_Holder(self._end_ms(use.job), busy_milli, name, use.attempt_key, pieces, *size))
+        return sorted(found, key=lambda holder: holder[:4])
+
+    def _end_ms(self, job: Job) -> int:
+        """When a job that holds slices, or starts now, is over at the latest."""
+        if job.stop is not None:
+            return self._now_ms + _SOON_MS + 1000 * job.spec.stop_grace_seconds
+        limit_seconds = job.spec.max_runtime_seconds
+        if limit_seconds is None:
+            return _UNKNOWN_MS
+        since_ms = job.allocation.allocated_at_ms if job.allocation else self._now_ms
+        return max(self._now_ms + _SOON_MS, since_ms + 1000 * limit_seconds - job.ran_ms)
+
+
+class _Held(NamedTuple):
+    gpu: int
+    memory_mib: int
+    compute_milli: int
+    isolation: str
+
+
+class _Holder(NamedTuple):
+    """One task that holds something of a node. `busy_milli`: of all tasks there."""
+
+    end_ms: int
+    busy_milli: int
+    node: str
+    id: str
+    pieces: tuple[_Held, ...]
+    cpu_milli: int
+    memory_mib: int
+
+
+def _holder_of(spot: Spot, draft: Draft, end_ms: int) -> _Holder:
+    """`id` only orders those of one end."""
+    [placed] = draft.placements([spot])
+    pieces = tuple(
+        _Held(gpu, piece.memory_mib, piece.compute_milli, piece.isolation)
+        for gpu, piece in zip(spot.found.gpus, placed.slices, strict=True)
+    )
+    return _Holder(end_ms, 0, spot.node, f"{spot.number}", pieces, spot.task.cpu_milli, spot.task.memory_mib)
+
+
+Found = tuple[tuple[Spot, ...], int, dict[str, Row]]
+
+
+class _Freeing:
+    """The nodes as they become free, holder after holder."""
+
+    def __init__(self, draft: Draft, holders: Sequence[_Holder]) -> None:
+        self._draft = draft
+        self._holders = holders
+
+    def soonest(self, shape: Shape) -> Found | None:
+        """(spots, when all of them are free, the rows of their nodes then)."""
+        kinds = [task for task in shape.tasks if task.count]
+        return self._of_one(shape) if len(kinds) == kinds[0].count == 1 else self._of_gang(shape)
+
+    def _of_one(self, shape: Shape) -> Found | None:
+        task = next(task for task in shape.tasks if task.count)
+        left = _by_node(self._holders)
+        rows: dict[str, Row] = {}
+        for holder in self._holders:
+            left[holder.node].remove(holder)
+            row = _freed(rows.get(holder.node) or self._draft.row(holder.node), holder, left[holder.node])
+            rows[holder.node] = row
+            found = self._draft.fit(task, row)
+            if isinstance(found, Fit):
+                return (Spot(0, holder.node, task, found),), holder.end_ms, {holder.node: row}
+        return None
+
+    def _of_gang(self, shape: Shape) -> Found | None:
+        """The fewest holders that must end, by halving: what fits when some have ended fits when more have."""
+        low, high = 0, len(self._holders)
+        best = self._after(high, shape)
+        if best is None:
+            return None
+        while low + 1 < high:
+            middle = (low + high) // 2
+            found = self._after(middle, shape)
+            if found is None:
+                low = middle
+            else:
+                high, best = middle, found
+        return best
+
+    def _after(self, count: int, shape: Shape) -> Found | None:
+        left = _by_node(self._holders)
+        rows: dict[str, Row] = {node: self._draft.row(node) for node in left}
+        for holder in self._holders[:count]:
+            left[holder.node].remove(holder)
+            rows[holder.node] = _freed(rows[holder.node], holder, left[holder.node])
+        spots = place(Draft(self._draft.snapshot, rows), shape, NO_LIMIT)
+        if spots is None:
+            return None
+        end_ms = self._holders[count - 1].end_ms if count else self._draft.snapshot.now_ms
+        return spots, end_ms, {s.node: rows.get(s.node) or self._draft.row(s.node) for s in spots}
+
+
+def _by_node(holders: Iterable[_Holder]) -> dict[str, list[_Holder]]:
+    found: dict[str, list[_Holder]] = {}
+    for holder in holders:
+        found.setdefault(holder.node, []).append(holder)
+    return found
+
+
+def _freed(row: Row, gone: _Holder, left: Iterable[_Holder]) -> Row:
+    pieces = list(row.pieces)
+    for held in gone.pieces:
+        piece = pieces[held.gpu]
+        if piece.is_open:
+            sharing = {other.isolation for h in left for other in h.pieces if other.gpu == held.gpu}
+            pieces[held.gpu] = Piece(
+                piece.memory_mib + held.memory_mib,
+                piece.compute_milli + held.compute_milli,
+                tuple(sorted(sharing)),
+            )
+    return Row(row.build, row.cpu_milli + gone.cpu_milli, row.memory_mib + gone.memory_mib, tuple(pieces))
+
+
+def _lesser(now: Row, later: Row) -> Row:
+    """What is free now and still over when the reserved job is there."""
+    pieces = tuple(
+        Piece(
+            max(0, min(a.memory_mib, b.memory_mib)),
+            max(0, min(a.compute_milli, b.compute_milli)),
+            tuple(sorted({*a.sharing, *b.sharing})),
+            a.is_open and b.is_open,
+        )
+        for a, b in zip(now.pieces, later.pieces, strict=True)
+    )
+    return Row(
+        now.build,
+        max(0, min(now.cpu_milli, later.cpu_milli)),
+        max(0, min(now.memory_mib, later.memory_mib)),
+        pieces,
+    )
+
+
+def _nothing(row: Row) -> Row:
+    return Row(row.build, 0, 0, tuple(Piece(0, 0, (), False) for _ in row.pieces))
+
+
+def waits_for(reservation: Reservation, snapshot: Snapshot) -> dict[str, int]:
+    """The figures of a reservation that users are told."""
+    if reservation.due_ms is None:
+        return {}
+    return {"due_seconds": max(0, reservation.due_ms - snapshot.now_ms + 999) // 1000}

@@ -33,6 +33,8 @@ S = JobState
 # The states in which a record may hold slices, less those that are only shown.
 HOLDING = frozenset({S.ALLOCATED, S.EVICTING, S.CANCELLING, S.LOST})
 PAST_ATTEMPTS = 3
+# A number of the reason of a job that was cancelled while slices were reserved for it.
+HELD_RESERVATION = "held_reservation"
 
 EDGES: Mapping[JobState, Mapping[JobState, str]] = {
     S.PENDING: {
@@ -139,6 +141,8 @@ def cancelled(job: Job, now_ms: int, reason: Reason | None = None) -> Job:
         return job
     reason = reason or Reason(ReasonCode.CANCELLED_BY_USER)
     if job.allocation is None:
+        if job.reason is not None and job.reason.code is ReasonCode.RESERVED:
+            reason = evolve(reason, numbers={**reason.numbers, HELD_RESERVATION: 1})
         return _moved(job, S.CANCELLED, now_ms, reason, ended_at_ms=now_ms)
     return _moved(job, S.CANCELLING, now_ms, reason)
 

@@ -8,7 +8,8 @@ whole line once its shape was refused; it never looks at all jobs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 
 from attrs import frozen
 
@@ -81,6 +82,20 @@ def overdue(snapshot: Snapshot, tenant: str, max_wait_seconds: int) -> list[tupl
     return late
 
 
+def wanted(snapshot: Snapshot, cards: Cards) -> Mapping[str, Use]:
+    """What the waiting jobs of each tenant would hold."""
+    found: dict[str, Use] = {}
+    for tenant, lines in snapshot.lines.items():
+        use = Use()
+        for key, line in lines.items():
+            use = use.plus(cards.needs(key.shape).use, len(line))
+        found[tenant] = use
+    return found
+
+
+# A search for a job that may start beside a reservation looks at so many of a line.
+_SEARCH_DEPTH = 500
+
 Order = tuple[int, int, tuple[int, ...], int, str]
 
 
@@ -117,8 +132,20 @@ class TenantQueue:
         """The line of the job at the front has no chance any more in this cycle."""
         heapq.heappop(self._heap)
 
+    def pass_over(self, may: Callable[[Job], bool]) -> None:
+        """The job at the front may not start now; of its line only one that `may` has a chance."""
+        _, shape, _, rest = heapq.heappop(self._heap)
+        if rest is not None:
+            near = islice(rest, _SEARCH_DEPTH)
+            found = next((job for job in near if may(job) and self._is_left(job)), None)
+            if found is not None:
+                self._push(shape, chain((found,), rest))
+
+    def _is_left(self, job: Job) -> bool:
+        return job.id not in self._taken and is_ready(job, self._now_ms)
+
     def _push(self, shape: Shape, rest: Iterator[Job]) -> None:
-        job = next((j for j in rest if j.id not in self._taken and is_ready(j, self._now_ms)), None)
+        job = next((job for job in rest if self._is_left(job)), None)
         if job is not None:
             needs = self._needs.needs(shape)
             size = (needs.memory_mib, needs.compute_milli, needs.cpu_milli)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from attrs import evolve
 
 from coordinator import gangs
-from coordinator.fairness import Standings, headroom, over_limit
+from coordinator.fairness import Entitlement, Standings, headroom, over_limit
 from coordinator.fit import Fit, fit, matches_model, memory_need_mib
+from coordinator.holds import Room, waits_for
 from coordinator.model import Job, Tenant
 from coordinator.nodes import NodeView, Row
 from coordinator.placement import Draft, empty_draft, wait_reason
@@ -26,21 +27,20 @@ class Waiting(Mapping[str, Reason]):
     def __init__(
         self,
         snapshot: Snapshot,
-        draft: Draft,
+        room: Room,
         standings: Standings,
+        entitlement: Entitlement,
         cards: Cards,
-        refused: frozenset[Shape],
         placed: frozenset[str],
-        held_for: tuple[str, Reason] | None,
     ) -> None:
         self._snapshot = snapshot
-        self._draft = draft
+        self._room = room
         self._standings = standings
+        self._entitlement = entitlement
         self._cards = cards
-        self._refused = refused
         self._placed = placed
-        self._held_for = held_for
         self._by_shape: dict[Shape, Reason | None] = {}
+        self._in_draft: dict[tuple[Shape, Draft], bool] = {}
         self._never: dict[Shape, Reason | None] = {}
 
     def __len__(self) -> int:
@@ -57,8 +57,10 @@ class Waiting(Mapping[str, Reason]):
         never = self._never_reason(job, shape)
         if never is not None:
             return never
-        if self._held_for is not None and id == self._held_for[0]:
-            return self._held_for[1]
+        reservation = self._room.reservation
+        if reservation is not None and id == reservation.job.id:
+            numbers = {**reservation.reason.numbers, **waits_for(reservation, self._snapshot)}
+            return Reason(ReasonCode.RESERVED, numbers, tuple(sorted(reservation.nodes)))
         if not is_ready(job, self._snapshot.now_ms):
             left_ms = job.not_before_ms - self._snapshot.now_ms
             return Reason(ReasonCode.BACK_OFF, {"seconds": (left_ms + 999) // 1000})
@@ -66,7 +68,7 @@ class Waiting(Mapping[str, Reason]):
         if not self._standings.headroom(tenant).allows(need):
             record = self._snapshot.tenant(tenant)
             return over_limit(record, self._standings.held(tenant), need)
-        return self._shape_reason(shape) or self._behind(job)
+        return self._shape_reason(shape) or self._kept_off(job, shape, need) or self._behind(job)
 
     def _never_reason(self, job: Job, shape: Shape) -> Reason | None:
         if shape not in self._never:
@@ -75,24 +77,33 @@ class Waiting(Mapping[str, Reason]):
         return limited or self._never[shape]
 
     def _shape_reason(self, shape: Shape) -> Reason | None:
-        """Why the shape does not fit; None where it does, so that others are in front."""
+        """Why the shape does not fit, whoever has it; None where it does."""
         if shape not in self._by_shape:
-            fits = shape not in self._refused and gangs.place(self._draft, shape, gangs.NO_LIMIT) is not None
-            self._by_shape[shape] = None if fits else self._held_or_full(shape)
+            draft = self._room.draft
+            self._by_shape[shape] = None if self._fits(shape, draft) else wait_reason(shape, draft)
         return self._by_shape[shape]
 
-    def _held_or_full(self, shape: Shape) -> Reason:
-        reason = wait_reason(shape, self._draft)
-        if self._held_for is not None and self._would_fit_on_held(shape):
-            return Reason(ReasonCode.HELD_FOR_LONG_WAIT, reason.numbers, (self._held_for[0],))
-        return reason
+    def _fits(self, shape: Shape, draft: Draft) -> bool:
+        if (shape, draft) not in self._in_draft:
+            self._in_draft[shape, draft] = self._room.spots(shape, gangs.NO_LIMIT, draft) is not None
+        return self._in_draft[shape, draft]
 
-    def _would_fit_on_held(self, shape: Shape) -> bool:
-        return any(
-            not isinstance(self._draft.fit(task, self._draft.row(node)), ReasonCode)
-            for node in self._draft.held
-            for task in shape.tasks
-        )
+    def _kept_off(self, job: Job, shape: Shape, need: Use) -> Reason | None:
+        """Why what is free is not for this job; None where it is."""
+        reservation = self._room.reservation
+        if reservation is None:
+            return None
+        is_owed = self._entitlement.covers(job.tenant, self._standings.held(job.tenant), need)
+        draft = self._room.open_to(job, is_owed)
+        if draft is not None and self._fits(shape, draft):
+            return None
+        holder = reservation.job
+        if self._room.stops_borrowing and not is_owed:
+            return Reason(ReasonCode.BORROWING_STOPPED, subjects=(holder.id, job.tenant))
+        if reservation.is_overdue:
+            reason = wait_reason(shape, self._room.draft if draft is None else draft)
+            return Reason(ReasonCode.HELD_FOR_LONG_WAIT, reason.numbers, (holder.id,))
+        return Reason(ReasonCode.RESERVED_FOR_OTHER, waits_for(reservation, self._snapshot), (holder.id,))
 
     def _behind(self, job: Job) -> Reason:
         """It fits, and a tenant or a job before it is not done yet: the cycle was full."""

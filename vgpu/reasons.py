@@ -43,6 +43,9 @@ class ReasonCode(enum.Enum):
     BEHIND_OTHER_TENANTS = "behind_other_tenants"
     BEHIND_OWN_JOBS = "behind_own_jobs"
     HELD_FOR_LONG_WAIT = "held_for_long_wait"
+    RESERVED = "reserved"
+    RESERVED_FOR_OTHER = "reserved_for_other"
+    BORROWING_STOPPED = "borrowing_stopped"
     NO_NODES = "no_nodes"
     BACK_OFF = "back_off"
     # what happened to a job

@@ -91,6 +91,14 @@ TEMPLATES: Mapping[ReasonCode, str] = {
     _C.BEHIND_OTHER_TENANTS: "waits: it is the turn of other tenants[: {subjects}][; {placed_before} jobs were placed before it]",
     _C.BEHIND_OWN_JOBS: "waits: other jobs of its tenant go first[, {placed_before} just now][ (tenant {subject})]",
     _C.HELD_FOR_LONG_WAIT: "waits: free GPUs are kept for a job that has waited longer[: {subject}]",
+    _C.RESERVED: "waits: the GPUs that free soonest are reserved for it[, in {due_seconds} at the latest][ ({subjects})]",
+    _C.RESERVED_FOR_OTHER: (
+        "waits: what it needs is reserved for job[ {subject}], whose tenant is owed it"
+        "[; that starts in {due_seconds} at the latest, and what ends before goes first]"
+    ),
+    _C.BORROWING_STOPPED: (
+        "waits: its tenant[ {others}] holds its share, and borrows nothing more while job[ {subject}] of a tenant that is owed waits"
+    ),
     _C.NO_NODES: "waits: the cluster has no nodes yet; start an agent on each GPU machine with `serai agent`",
     _C.BACK_OFF: "waits[ {seconds|back_off_seconds}] before it is tried again[, after failure {failures}][: {detail}]",
     # what happened to a job
@@ -115,7 +123,7 @@ TEMPLATES: Mapping[ReasonCode, str] = {
     _C.LAUNCH_FAILED: "could not be started[ (task {task})][: {detail}]",
     _C.LAUNCH_DEADLINE: "did not start in time[ ({limit_seconds})][: {detail}]",
     _C.TIME_LIMIT: "stopped: it ran as long as its max_runtime allows[ ({limit_seconds})]",
-    _C.CANCELLED_BY_USER: "cancelled[ by {subject}]",
+    _C.CANCELLED_BY_USER: "cancelled[ by {subject}][; {held_reservation} reservation went with it]",
     _C.NODE_LOST: "node lost[: {subjects}][ (silent for {silent_seconds})]",
     _C.GPU_LOST: "a GPU was lost while the job ran[: {subjects}][ ({detail})]",
     _C.SIBLING_FAILED: "stopped, since another task of the job failed[ (task {task})]",
@@ -198,6 +206,9 @@ _LONGEST_DETAIL = 500
 _SHOWN_SUBJECTS = 8
 
 
+_WITH_COUNTS = (ReasonCode.GANG_DOES_NOT_FIT, ReasonCode.HELD_FOR_LONG_WAIT, ReasonCode.RESERVED)
+
+
 def sentence(reason: Reason) -> str:
     """One line of English without a full stop, for every reason that there is."""
     used: set[str] = set()
@@ -224,7 +235,7 @@ def _turned_away(reason: Reason, counts: Mapping[str, int], used: set[str]) -> s
         words = one if counts[name] == 1 else several
         parts.append(f"{counts[name]} {words}" + (f" ({figures})" if figures else ""))
     used |= _ASKED
-    has_words = reason.code in (ReasonCode.GANG_DOES_NOT_FIT, ReasonCode.HELD_FOR_LONG_WAIT)
+    has_words = reason.code in _WITH_COUNTS
     head = _fill(TEMPLATES[reason.code], reason, used) if has_words else "waits"
     whole = nodes if "nodes" in reason.numbers else sum(counts.values())
     text = f"{head}: of {whole} {'node' if whole == 1 else 'nodes'} {', '.join(parts)}"

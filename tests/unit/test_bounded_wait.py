@@ -41,7 +41,8 @@ def test_qf3_a_large_job_starts_within_a_bound_under_a_steady_flow_of_small_ones
             assert (plan.held_for, plan.held) == ("big", {"n1"})
             reason = plan.waiting[f"s{number - 1:04}"]
             assert (reason.code, reason.subjects) == (R.HELD_FOR_LONG_WAIT, ("big",))
-            assert plan.waiting["big"].code is R.NOT_ENOUGH_IDLE_GPUS
+            assert plan.waiting["big"].code is R.RESERVED
+            assert plan.waiting["big"].numbers["not_enough_idle_gpus"] == 1
             w.submit(job("l4-job", w.now, model="L4"))
             assert "l4-job" in w.cycle()
     assert 60 <= minute <= 71, f"big started after {minute} minutes"
