@@ -22,15 +22,12 @@ from coordinator import model
 from coordinator.lifecycle import HELD_RESERVATION, due_ms, is_restless
 from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
-from coordinator.shares import ShareLedger, share_weights, water_fill
+from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
 from coordinator.usage import UsageLedger, Use
 from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
-
-# Entitled shares are taken anew as often as this while demand changes; in between they count as they were.
-SHARES_EVERY_MS = 1000
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -74,11 +71,7 @@ class Cluster:
         self._held: _Shared[str, Use] = _Shared()
         self._machines = Machines(settings)
         self._ledger = UsageLedger(1000 * settings.fairness.window_seconds)
-        self._shares = ShareLedger(1000 * settings.fairness.window_seconds)
-        self._shares_at_ms: int | None = None
-        self._changed_ms: int | None = None  # since when the shares are of another demand
-        self._capacity_milli = 0
-        self._wanted_milli: dict[str, int] = {}
+        self._shares = EntitledShares(1000 * settings.fairness.window_seconds)
         self._withdrawn: _Shared[str, int] = _Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
@@ -160,7 +153,7 @@ class Cluster:
     def apply(self, event: model.Event, now_ms: int) -> None:
         """Takes in one event. `now_ms` is the time of the coordinator, never one from a record."""
         fold = _FOLDS.get(type(event))
-        if self._changed_ms is not None and now_ms > self._changed_ms:
+        if self._shares.is_due(now_ms):
             self._share(now_ms)
         if fold is not None:
             fold(self, event, now_ms)
@@ -212,7 +205,7 @@ class Cluster:
             del self._done.own()[id]
         if id in self._waiting.now:
             job = self._waiting.own().pop(id)
-            self._want(job, -1, now_ms)
+            self._shares.want(job.tenant, -shape_of(job.spec).compute_milli, now_ms)
             self._news += not is_placed
             self._line(job, lambda line: _remove(line, job))
         if id in self._jobs.now:
@@ -224,7 +217,7 @@ class Cluster:
     def _queue(self, job: Job, now_ms: int) -> None:
         self._news += 1
         self._waiting.own()[job.id] = job
-        self._want(job, 1, now_ms)
+        self._shares.want(job.tenant, shape_of(job.spec).compute_milli, now_ms)
         self._line(job, lambda line: insort(line, job, key=_age))
         waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
         heapq.heappush(self._due, (waited_ms, job.id))
@@ -242,7 +235,7 @@ class Cluster:
         allocation = job.allocation
         if allocation is None:
             return
-        self._shares_changed(at_ms)
+        self._shares.changed(at_ms)
         use = Use().plus(Use(allocation.compute_milli, allocation.memory_mib), times)
         held = self._held.own()
         held[job.tenant] = held.get(job.tenant, Use()).plus(use)
@@ -251,34 +244,9 @@ class Cluster:
         if not self._is_listing:
             self._ledger.change(job.tenant, at_ms, use)
 
-    def _want(self, job: Job, times: int, now_ms: int) -> None:
-        wanted_milli = self._wanted_milli.get(job.tenant, 0) + times * shape_of(job.spec).compute_milli
-        self._wanted_milli[job.tenant] = wanted_milli
-        if not wanted_milli:
-            del self._wanted_milli[job.tenant]
-        self._shares_changed(now_ms)
-
-    def _shares_changed(self, now_ms: int) -> None:
-        if self._changed_ms is None:
-            self._changed_ms = now_ms
-
     def _share(self, now_ms: int) -> None:
-        """What each tenant is entitled to of the cluster's compute from now on, by what it holds and wants."""
-        last_ms, capacity_milli = self._shares_at_ms, self._machines.compute_milli
-        if last_ms is not None and last_ms < now_ms < last_ms + SHARES_EVERY_MS:
-            return
-        if self._changed_ms is None and capacity_milli == self._capacity_milli:
-            return
-        self._shares_at_ms, self._changed_ms, self._capacity_milli = now_ms, None, capacity_milli
-        names = sorted({*self._wanted_milli, *self._held.now})
-        records = [self._tenants.now.get(name) or Tenant(name) for name in names]
-        demands = []
-        for name, record in zip(names, records, strict=True):
-            demand = self._held.now.get(name, Use()).compute + self._wanted_milli.get(name, 0)
-            limit = record.limit_compute_milli
-            demands.append(demand if limit is None else min(demand, limit))
-        shares = water_fill(capacity_milli, share_weights(records), demands)
-        self._shares.set(now_ms, dict(zip(names, shares, strict=True)))
+        held = {tenant: use.compute for tenant, use in self._held.now.items()}
+        self._shares.update(now_ms, self._machines.compute_milli, held, self._tenants.now)
 
     def _note_withdrawal(self, job: Job) -> None:
         """A job for which slices were reserved was taken back (`lifecycle.cancelled` says so in its record)."""
@@ -318,12 +286,12 @@ class Cluster:
 
     def _tenant_seen(self, event: model.TenantSeen, now_ms: int) -> None:
         self._news += 1
-        self._shares_changed(now_ms)
+        self._shares.changed(now_ms)
         self._tenants.own()[event.tenant.name] = event.tenant
 
     def _tenant_gone(self, event: model.TenantGone, now_ms: int) -> None:
         self._news += 1
-        self._shares_changed(now_ms)
+        self._shares.changed(now_ms)
         self._tenants.own().pop(event.name, None)
 
     def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:

@@ -13,6 +13,8 @@ from attrs import define, field
 
 from coordinator.model import Tenant
 
+# Shares are taken anew as often as this while demand changes; in between they count as they were.
+EVERY_MS = 1000
 BUCKET_MS = 5 * 60 * 1000
 # Water levels are compared in steps of 2^-32 of a unit of weight; below that tenants count as equal.
 _LEVEL_BITS = 32
@@ -111,3 +113,54 @@ class ShareLedger:
                 amounts[tenant] = amounts.get(tenant, 0) + rate * span_ms
                 sums[tenant] = sums.get(tenant, 0) + rate * span_ms
             at_ms = until_ms
+
+
+class EntitledShares:
+    """What each tenant is entitled to of the cluster's compute as demand changes, and the integral of that. `changed`
+    and `want` say that demand is another from now on; `update` takes the shares anew."""
+
+    def __init__(self, window_ms: int) -> None:
+        self._ledger = ShareLedger(window_ms)
+        self._wanted_milli: dict[str, int] = {}
+        self._updated_ms: int | None = None
+        self._changed_ms: int | None = None
+        self._capacity_milli = 0
+
+    def want(self, tenant: str, by_milli: int, now_ms: int) -> None:
+        """The waiting jobs of the tenant ask for so much more."""
+        wanted_milli = self._wanted_milli.get(tenant, 0) + by_milli
+        self._wanted_milli[tenant] = wanted_milli
+        if not wanted_milli:
+            del self._wanted_milli[tenant]
+        self.changed(now_ms)
+
+    def changed(self, now_ms: int) -> None:
+        if self._changed_ms is None:
+            self._changed_ms = now_ms
+
+    def is_due(self, now_ms: int) -> bool:
+        """Events of one moment are taken in together."""
+        return self._changed_ms is not None and now_ms > self._changed_ms
+
+    def update(
+        self, now_ms: int, capacity_milli: int, held_milli: Mapping[str, int], tenants: Mapping[str, Tenant]
+    ) -> None:
+        """Weighted by quota, of what each holds and wants within its limit."""
+        last_ms = self._updated_ms
+        if last_ms is not None and last_ms < now_ms < last_ms + EVERY_MS:
+            return
+        if self._changed_ms is None and capacity_milli == self._capacity_milli:
+            return
+        self._updated_ms, self._changed_ms, self._capacity_milli = now_ms, None, capacity_milli
+        names = sorted({*self._wanted_milli, *held_milli})
+        records = [tenants.get(name) or Tenant(name) for name in names]
+        demands = []
+        for name, record in zip(names, records, strict=True):
+            demand_milli = held_milli.get(name, 0) + self._wanted_milli.get(name, 0)
+            limit_milli = record.limit_compute_milli
+            demands.append(demand_milli if limit_milli is None else min(demand_milli, limit_milli))
+        shares = water_fill(capacity_milli, share_weights(records), demands)
+        self._ledger.set(now_ms, dict(zip(names, shares, strict=True)))
+
+    def window(self, now_ms: int) -> dict[str, int]:
+        return self._ledger.window(now_ms)
