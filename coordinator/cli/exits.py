@@ -90,7 +90,7 @@ def as_stop(error: BaseException) -> Stop:
 
 
 def show(stop: Stop, *, as_json: bool) -> None:
-    """One line on stderr; further faults of the same request follow, indented."""
+    """One line on stderr; faults of the same request that it does not name follow, indented."""
     if as_json:
         found = {
             "error": stop.text,
@@ -104,9 +104,10 @@ def show(stop: Stop, *, as_json: bool) -> None:
         print(json.dumps(found, default=str), file=sys.stderr)
         return
     print(_line(stop), file=sys.stderr)
-    if len(stop.errors) > 1:
-        for fault in stop.errors:
-            print(f"  {fault.get('field') or '-'}: {fault.get('message') or fault}", file=sys.stderr)
+    for fault in stop.errors if len(stop.errors) > 1 else ():
+        field, message = str(fault.get("field") or "-"), str(fault.get("message") or fault)
+        if message not in stop.text:
+            print(f"  {message}" if message.startswith(field) else f"  {field}: {message}", file=sys.stderr)
 
 
 def _line(stop: Stop) -> str:
@@ -114,7 +115,7 @@ def _line(stop: Stop) -> str:
     facts = [
         f"{name} {value}"
         for name, value in (("field", stop.field), ("limit", stop.limit), ("value", stop.value))
-        if value not in (None, "") and str(value) not in stop.text
+        if isinstance(value, str | int | float) and value != "" and str(value) not in stop.text
     ]
     text = f"serai: {stop.text}"
     if facts:

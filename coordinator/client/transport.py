@@ -126,9 +126,7 @@ class Transport:
                 request.method, url, data=data, headers=headers, timeout=timeout, ssl=self._ssl or True
             )
         except aiohttp.ClientConnectorError as error:
-            raise NotSent(
-                f"no coordinator reached at {self._base}: {error.os_error.strerror or error}"
-            ) from error
+            raise NotSent(f"no coordinator reached at {self._base}: {_why(error)}") from error
         except TimeoutError as error:
             raise Unreachable(f"{self._base} did not answer in time") from error
         except aiohttp.InvalidURL as error:
