@@ -259,6 +259,21 @@ def test_a_task_that_ended_well_stops_nobody():
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
+def test_ct3_what_has_ended_does_not_run_into_its_limit_while_its_gpu_is_cleaned():
+    """Seed 0 of the simulation: it had ended with code 3, a process of it stayed on the GPU, and its limit came."""
+    w = world(running("j", "n1", [piece("GPU-n1-0")], max_runtime_seconds=60))
+    times = {"started_at_ms": START_MS, "ended_at_ms": START_MS + 1000}
+    ended = task(w.live("j"), 0, T.EXITED, exit_code=3, released=False, **times)
+    w.see(model.TaskSeen(ended))
+    w.now = 90
+    assert w.settle() == ()
+    w.see(model.TaskSeen(evolve(ended, released=True)))
+    [end] = w.settle()
+    assert (end.after.state, end.after.exit_code) == (S.FAILED, 3)
+    assert end.after.reason is not None
+    assert end.after.reason.code is ReasonCode.EXIT_CODE
+
+
 def test_ct3_the_time_limit_counts_running_time_over_all_attempts():
     """limit 60 s; ran 40 s before; killed after 20 more seconds of running."""
     w = world(running("j", "n1", [piece("GPU-n1-0")], max_runtime_seconds=60, ran_ms=40_000))
