@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint check bench format lock protos services clean
+.PHONY: demo test lint check bench bench-fairness format lock protos services clean
 
 $(READY): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Serai needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
@@ -32,8 +32,14 @@ lint: $(READY)  ## format, lint, types, import contracts
 check: lint  ## lint and the quick tests: what to run before each commit
 	$(BIN)/pytest tests/unit tests/scenarios
 
+bench-%: $(READY)  ## one benchmark, such as bench-packing or bench-core; its options are variables, see tests/benchmarks/NAME.py
+	$(BIN)/python -m tests.benchmarks.$*
+
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
+
+bench-fairness: $(READY)  ## what tenants are owed and get, on public traces; TRACES=FOLDER takes all three (tests/benchmarks/data/README.md)
+	$(BIN)/python -m tests.benchmarks.fairness $(if $(TRACES),--traces $(TRACES))
 
 format: $(READY)
 	$(BIN)/ruff format .
