@@ -33,6 +33,7 @@ from coordinator.clock import SteadyClock
 from coordinator.cluster import Cluster
 from coordinator.commit import LeadershipLost
 from coordinator.config import SettingInvalid, Settings, from_mapping
+from coordinator.cycle_metrics import CycleMetrics, listener
 from coordinator.engines import Engine
 from coordinator.engines.agent import AgentEngine
 from coordinator.engines.nomad import NomadEngine, NomadSettings
@@ -85,6 +86,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--etcd-user", default="", help="name:password-file")
     parser.add_argument(
         "--listen", default="127.0.0.1:8765", help="host:port of the API; port 0 picks a free one"
+    )
+    parser.add_argument(
+        "--metrics-listen",
+        default="",
+        help="host:port where the scheduler serves /metrics of its cycles; off by default (the API has its own)",
     )
     parser.add_argument("--engine", choices=("agent", "nomad"), default=None)
     parser.add_argument(
@@ -143,8 +149,8 @@ def _engine(options: argparse.Namespace, settings: Settings, store: Store, repli
     return AgentEngine(endpoint)
 
 
-def _ready(role: str, address: str) -> None:
-    print(json.dumps({"event": "ready", "role": role, "address": address}), flush=True)
+def _ready(role: str, address: str, **more: str) -> None:
+    print(json.dumps({"event": "ready", "role": role, "address": address, **more}), flush=True)
 
 
 def _stop_event() -> asyncio.Event:
@@ -224,16 +230,18 @@ async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int
     replica = _replica(store, settings, keep_done=False)
     engine = _engine(options, settings, store, replica)
     following = asyncio.create_task(replica.run())
+    metrics = CycleMetrics()
     try:
-        await _first(replica.ready(), stop.wait(), following)
-        _ready("scheduler", "")
-        _spare_the_collector()
-        leading = asyncio.create_task(_lead(options, settings, store, replica, engine))
-        try:
-            await _first(stop.wait(), following, leading)
-        finally:
-            leading.cancel()
-            await asyncio.gather(leading, return_exceptions=True)
+        async with listener(options.metrics_listen, metrics, replica) as metrics_address:
+            await _first(replica.ready(), stop.wait(), following)
+            _ready("scheduler", "", metrics=metrics_address)
+            _spare_the_collector()
+            leading = asyncio.create_task(_lead(options, settings, store, replica, engine, metrics))
+            try:
+                await _first(stop.wait(), following, leading)
+            finally:
+                leading.cancel()
+                await asyncio.gather(leading, return_exceptions=True)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -243,14 +251,19 @@ async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int
 
 
 async def _lead(
-    options: argparse.Namespace, settings: Settings, store: Store, replica: Replica, engine: Engine
+    options: argparse.Namespace,
+    settings: Settings,
+    store: Store,
+    replica: Replica,
+    engine: Engine,
+    metrics: CycleMetrics,
 ) -> None:
     """One term after another, until cancelled; then the term is handed back at once."""
     while True:
         term = await campaign(store, settings, _identity(options), clock_ms, address=options.listen)
         log.info("leading id=%s", term.token.leadership.id)
         try:
-            await serve_term(term, store, replica, engine, settings, clock_ms)
+            await serve_term(term, store, replica, engine, settings, clock_ms, metrics)
         except LeadershipLost as lost:
             log.warning("leadership lost: %s", lost)
         except StoreUnavailable as error:

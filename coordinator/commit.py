@@ -12,7 +12,7 @@ write, and the replica will show it, or its compare fails for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import evolve, frozen
 
@@ -80,16 +80,24 @@ def merged(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 class Committer:
-    """Writes for one term of leadership. `fence_revision` is the leader key's revision as this term knows it."""
+    """Writes for one term of leadership. `fence_revision` is the leader key's revision as this term knows it.
+    `observe_batch` is told the number of intents in each durable transaction of a commit."""
 
     def __init__(
-        self, store: Store, settings: Settings, leadership: Leadership, lease: int, fence_revision: int
+        self,
+        store: Store,
+        settings: Settings,
+        leadership: Leadership,
+        lease: int,
+        fence_revision: int,
+        observe_batch: Callable[[int], None] = lambda jobs: None,
     ) -> None:
         self._store = store
         self._settings = settings
         self._leadership = leadership
         self._lease = lease
         self._fence_revision = fence_revision
+        self._observe_batch = observe_batch
         self._renewing = asyncio.Lock()
         self._in_doubt = False
         self._unseen_revision = 0
@@ -204,6 +212,7 @@ class Committer:
                 parts = [await self._send([intent]) for intent in remaining]
                 return merged([Outcome(refused=tuple(refused)), *parts])
             if result.succeeded:
+                self._observe_batch(len(remaining))
                 return Outcome(result.revision, tuple(intent.job for intent in remaining), tuple(refused))
             self._check(result)
             changed = {

@@ -25,6 +25,7 @@ from coordinator.cluster import Cluster, Snapshot
 from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
 from coordinator.config import Settings
 from coordinator.cycle import Plan, plan_cycle
+from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines import Engine
 from coordinator.fairness import Policy, policy_from
 from coordinator.intents import placement_intent, reason_intent, transition_intent
@@ -58,7 +59,9 @@ class Scheduler:
         settings: Settings,
         policy: Policy,
         clock_ms: Callable[[], int],
+        metrics: CycleMetrics,
     ) -> None:
+        self._metrics = metrics
         self._replica = replica
         self._engine = engine
         self._committer = committer
@@ -86,30 +89,41 @@ class Scheduler:
     async def turn(self) -> bool:
         """One pass of steps 2 to 4. True when another would find more to do at once."""
         now_ms = self._clock_ms()
-        cluster = self._replica.cluster
-        snapshot = cluster.snapshot(now_ms)
+        cluster, phase = self._replica.cluster, self._metrics.phase
+        with phase("snapshot"):
+            snapshot = cluster.snapshot(now_ms)
         self._due_ms = snapshot.next_due_ms
         if self._has_seen(cluster, snapshot.news):
             return False
-        transitions = settle(snapshot)
-        plan = plan_cycle(snapshot, self._policy) if snapshot.waiting_jobs else None
+        with phase("settle"):
+            transitions = settle(snapshot)
+        with phase("plan"):
+            plan = plan_cycle(snapshot, self._policy) if snapshot.waiting_jobs else None
+        self._metrics.observe_plan(snapshot, plan)
         intents = self._settling(transitions, now_ms)
         if plan is not None:
             intents += self._placing(snapshot, plan)
             intents += self._reason_intents(snapshot, plan, now_ms)
         self._seen = cluster, snapshot.news
-        if not intents:
-            return False
-        outcome = await self._committer.commit(intents)
+        if intents:
+            outcome = await self._commit(intents)
+            self._tell(snapshot, transitions, plan, outcome)
+            is_full = plan is not None and len(plan.placements) >= self._policy.placements_per_cycle
+            if is_full or outcome.unavailable:
+                self._seen = None
+        return not self._has_seen(self._replica.cluster, self._replica.cluster.news)
+
+    async def _commit(self, intents: Sequence[Intent]) -> Outcome:
+        """Comes back once the replica shows what was written."""
+        with self._metrics.phase("commit"):
+            outcome = await self._committer.commit(intents)
+        self._metrics.observe_commit(outcome.revision, len(outcome.refused))
         if outcome.revision:
-            await self._replica.wait_for(outcome.revision)
+            with self._metrics.phase("watch"):
+                await self._replica.wait_for(outcome.revision)
         elif outcome.unavailable:
             raise StoreUnavailable("the commit was not taken")
-        self._tell(snapshot, transitions, plan, outcome)
-        is_full = plan is not None and len(plan.placements) >= self._policy.placements_per_cycle
-        if is_full or outcome.unavailable:
-            self._seen = None
-        return not self._has_seen(self._replica.cluster, self._replica.cluster.news)
+        return outcome
 
     def _has_seen(self, cluster: Cluster, news: int) -> bool:
         return self._seen is not None and self._seen[0] is cluster and self._seen[1] == news
@@ -217,11 +231,15 @@ async def serve_term(
     engine: Engine,
     settings: Settings,
     clock_ms: Callable[[], int],
+    metrics: CycleMetrics | None = None,
 ) -> None:
     """Leads until the term is over. Raises `LeadershipLost`, `StoreUnavailable`; the caller resigns."""
     token = term.token
-    committer = Committer(store, settings, token.leadership, token.lease, token.create_revision)
-    scheduler = Scheduler(replica, engine, committer, settings, policy_from(settings), clock_ms)
+    metrics = metrics or CycleMetrics()
+    committer = Committer(
+        store, settings, token.leadership, token.lease, token.create_revision, metrics.observe_batch
+    )
+    scheduler = Scheduler(replica, engine, committer, settings, policy_from(settings), clock_ms, metrics)
     launches = Launches(replica, engine, committer, settings, clock_ms)
     sweep = Sweep(store, replica, engine, committer, settings, clock_ms)
 
@@ -232,6 +250,7 @@ async def serve_term(
     # The state must include everything that was written before this term: a commit of the last one, above all.
     await replica.wait_for(token.create_revision)
     replica.cluster.lead(clock_ms())
+    metrics.is_leading = True
     try:
         async with asyncio.TaskGroup() as group:
             parts = (
@@ -245,3 +264,5 @@ async def serve_term(
                 group.create_task(part)
     except* (LeadershipLost, StoreUnavailable) as ended:
         raise ended.exceptions[0] from None
+    finally:
+        metrics.is_leading = False

@@ -28,6 +28,7 @@ from coordinator.api.submit import SubmitPump
 from coordinator.api.waiting import WaitingReasons
 from coordinator.config import Settings
 from coordinator.fairness import policy_from
+from coordinator.gauges import WatchLag
 from coordinator.replica import Replica
 from coordinator.store import Store, StoreError, StoreFull, StoreUncertain
 
@@ -51,6 +52,7 @@ def make_app(
     clean-up; streams that are still open then are ended."""
     limits = limits or Limits()
     metrics = Metrics()
+    lag = WatchLag(replica, metrics.observe_lag)
     routes = {(route.method, route.path): route for route in ROUTES}
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
@@ -64,6 +66,7 @@ def make_app(
         clock_ms=clock_ms,
         random=random,
         observe_batch=metrics.observe_batch,
+        observe_revision=lag.written,
     )
     reasons = WaitingReasons(
         lambda: replica.cluster.snapshot(clock_ms()),
@@ -84,6 +87,7 @@ def make_app(
         reasons=reasons,
         hub=EventHub(store, replica, limits.kept_events),
         metrics=metrics,
+        lag=lag,
         openapi=document(ROUTES, version),
         limits=limits,
     )
@@ -104,6 +108,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     yield
     api.hub.close()
     await api.pump.close()
+    await api.lag.close()
     await api.reasons.close()
     left = (tokens, *api.unfinished)
     for task in left:

@@ -20,6 +20,7 @@ from coordinator.api.waiting import WaitingReasons
 from coordinator.cluster import Cluster, Snapshot
 from coordinator.config import Settings
 from coordinator.cycle import why_never
+from coordinator.gauges import WatchLag
 from coordinator.lifecycle import shown_state
 from coordinator.model import Job, JobState, Task
 from coordinator.replica import Replica
@@ -81,6 +82,7 @@ class Api:
     reasons: WaitingReasons
     hub: EventHub
     metrics: Metrics
+    lag: WatchLag
     openapi: bytes
     limits: Limits
     streams: set[asyncio.Task[object]] = field(factory=set)

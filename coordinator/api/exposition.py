@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from coordinator.api.context import Api, api_of
-from coordinator.api.metrics import Gauges, counted, single, text_answer
+from coordinator.api.metrics import text_answer
 from coordinator.api.overview import job_counts
 from coordinator.cluster import Snapshot
+from coordinator.gauges import Gauges, counted, replica_gauges, single
 
 
 async def get_metrics(request: web.Request) -> web.Response:
@@ -58,12 +59,7 @@ def _gauges(api: Api) -> Iterator[Gauges]:
             ("tenant",),
             tuple(((t.name,), value) for t, value in zip(tenants, values, strict=True)),
         )
-    yield single("serai_replica_revision", "Store revision that this replica has seen", api.revision)
-    yield single(
-        "serai_store_revision_behind",
-        "Revisions by which this replica is behind the newest it knows of",
-        max(0, api.pump.newest_revision - api.revision),
-    )
+    yield from replica_gauges(api.replica, api.pump.newest_revision)
     yield single(
         "serai_submit_waiting_jobs", "Jobs that wait to be written by this process", api.pump.waiting_jobs
     )

@@ -115,7 +115,8 @@ class Submission:
 
 
 class SubmitPump:
-    """`start` and `close` bracket its work. `observe_batch` is told the number of jobs in each durable transaction."""
+    """`start` and `close` bracket its work. `observe_batch` is told the number of jobs in each durable transaction,
+    `observe_revision` its revision."""
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class SubmitPump:
         clock_ms: Callable[[], int],
         random: Random,
         observe_batch: Callable[[int], None] = lambda jobs: None,
+        observe_revision: Callable[[int], None] = lambda revision: None,
     ) -> None:
         self.newest_revision = 0  # of what this process has made durable
         self._store = store
@@ -136,6 +138,7 @@ class SubmitPump:
         self._clock_ms = clock_ms
         self._random = random
         self._observe_batch = observe_batch
+        self._observe_revision = observe_revision
         self._waiting: deque[Submission] = deque()
         self._arrived = asyncio.Event()
         self._jobs = 0
@@ -252,6 +255,7 @@ class SubmitPump:
         for submission in batch:
             submission.succeed(Receipt(revision))
         self._observe_batch(sum(len(submission.jobs) for submission in batch))
+        self._observe_revision(revision)
 
     async def _tenants_of(self, batch: Sequence[Submission]) -> dict[str, int]:
         """The mod_revision of each tenant that takes jobs; 0 for one that is being deleted."""

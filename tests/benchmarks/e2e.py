@@ -171,10 +171,14 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", type=int, default=10_000)
-    parser.add_argument("--modes", default="", help=f"some of {', '.join((*MODES, *OTHERS))}; all by default")
-    parser.add_argument("--nodes", type=int, default=1_000)
-    parser.add_argument("--runs", type=int, default=3, help="the best of so many is told")
+    parser.add_argument("--jobs", type=int, default=os.environ.get("JOBS", "10000"))
+    parser.add_argument(
+        "--modes",
+        default=os.environ.get("MODES", ""),
+        help=f"some of {', '.join((*MODES, *OTHERS))}; all by default",
+    )
+    parser.add_argument("--nodes", type=int, default=os.environ.get("NODES", "1000"))
+    parser.add_argument("--runs", type=int, default=os.environ.get("RUNS", "3"), help="the best of so many is told")
     parser.add_argument("--report-seconds", type=float, default=10.0, help="period of the nodes' reports")
     parser.add_argument("--share", action="store_true", help="jobs of a node share its transactions")
     parser.add_argument("--waiting", type=int, default=10_000, help="of the takeover")
