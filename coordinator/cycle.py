@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
@@ -29,6 +30,9 @@ from coordinator.queues import Cards, TenantQueue, overdue, wanted
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from vgpu.reasons import Reason, ReasonCode
+
+if TYPE_CHECKING:
+    from coordinator.index import Index
 
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
 
@@ -61,9 +65,10 @@ class Plan:
         return self.reservation.job.id if self.reservation else ""
 
 
-def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
-    """Pure: the same snapshot gives the same plan."""
-    cycle = _Cycle(snapshot, policy)
+def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) -> Plan:
+    """Pure: the same snapshot gives the same plan. `memo` keeps answers from cycle to cycle; it changes how long a
+    cycle takes and nothing else. The plan's reasons must be read before the memo serves the next cycle."""
+    cycle = _Cycle(snapshot, policy, memo)
     if policy.owed_first:
         cycle.serve_those_who_are_owed()
     else:
@@ -75,13 +80,13 @@ def plan_cycle(snapshot: Snapshot, policy: Policy) -> Plan:
 
 
 class _Cycle:
-    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+    def __init__(self, snapshot: Snapshot, policy: Policy, memo: Index | None) -> None:
         self.snapshot = snapshot
         self.policy = policy
         self.cards = Cards(snapshot)
         self.standings = Standings(snapshot, policy)
         self.entitlement = Entitlement(snapshot, policy, wanted(snapshot, self.cards))
-        self.room = Room(Draft(snapshot), policy)
+        self.room = Room(Draft(snapshot, index=memo), policy)
         self.queues = {
             tenant: TenantQueue(snapshot, tenant, self.cards, policy.max_wait_seconds)
             for tenant in snapshot.lines
@@ -202,6 +207,6 @@ def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
         "gpus": sum(len(spot.found.gpus) for spot in spots),
         "nodes": len(nodes),
         "communication_cost": gangs.communication_cost(draft, spots),
-        "idle_gpus_before": sum(draft.row(node).idle_gpus for node in nodes),
+        "idle_gpus_before": sum(draft.idle_gpus(node) for node in nodes),
     }
     return Reason(ReasonCode.PLACED, numbers, tuple(nodes))
