@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -25,6 +26,7 @@ from coordinator.model import Job, Task, Tenant, UsageHour
 from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
 from coordinator.usage import UsageLedger, Use
+from coordinator.worth import Kind, Worth, kind_of
 from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
@@ -77,6 +79,10 @@ class Cluster:
         self._restless: set[str] = set()
         self._due: list[tuple[int, str]] = []
         self._news = 0
+        # What tenants submit, learned from every job that is seen for the first time, and the prices made of it, which
+        # whoever plans sets between two cycles.
+        self.mix: Counter[Kind] = Counter()
+        self.worth: Worth | None = None
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -128,6 +134,7 @@ class Cluster:
         return Snapshot(
             revision=self.revision,
             news=self.news,
+            worth=self.worth,
             now_ms=now_ms,
             settings=self._settings,
             nodes=nodes,
@@ -166,6 +173,9 @@ class Cluster:
         job = event.job
         if event.revision < self._revisions.now.get(job.id, 0):
             return
+        if job.id not in self._revisions.now and not job.state.is_final:
+            for task in job.spec.tasks:
+                self.mix[kind_of(task.gpus, task.cpu_milli)] += task.count
         self._revisions.own()[job.id] = event.revision
         for folder in ("queue", "jobs", "done"):
             self._machines.readable((folder, job.id))
