@@ -13,12 +13,18 @@ from jobspecs.container import LABEL_CLUSTER
 _SOCKET = "unix:///var/run/docker.sock"
 
 
+def docker_socket(env: Mapping[str, str] = os.environ) -> str:
+    """The socket of this machine's Docker Engine; empty where DOCKER_HOST names one that is elsewhere."""
+    address = env.get("DOCKER_HOST") or _SOCKET
+    return address.removeprefix("unix://") if address.startswith("unix://") else ""
+
+
 async def remove_containers(cluster: str, env: Mapping[str, str] = os.environ) -> int:
     """How many there were. Only a Docker Engine behind a Unix socket is asked, since only that is on this machine."""
-    address = env.get("DOCKER_HOST") or _SOCKET
-    if not address.startswith("unix://"):
+    socket = docker_socket(env)
+    if not socket:
         return 0
-    connector = aiohttp.UnixConnector(path=address.removeprefix("unix://"))
+    connector = aiohttp.UnixConnector(path=socket)
     filters = json.dumps({"label": [f"{LABEL_CLUSTER}={cluster}"]})
     timeout = aiohttp.ClientTimeout(total=30.0)
     try:

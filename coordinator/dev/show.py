@@ -42,11 +42,14 @@ class Lines:
 
     def frame(self, frame: Frame) -> None:
         # STARTING gives way to RUNNING at the same place of the history, so the state belongs to what was told.
-        news = [
-            (happening["at"], (job["id"], number, happening["state"]), job, happening)
-            for job in frame.jobs
-            for number, happening in enumerate(job["history"])
-        ]
+        news = []
+        for job in frame.jobs:
+            at = ""
+            for number, happening in enumerate(job["history"]):
+                at = max(
+                    at, happening["at"]
+                )  # a node's clock may be behind: the history is in order all the same
+                news.append((at, (job["id"], number, happening["state"]), job, happening))
         for _, key, job, happening in sorted(news, key=lambda each: each[:2]):
             if key not in self._told:
                 self._told.add(key)

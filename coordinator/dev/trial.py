@@ -20,7 +20,7 @@ from coordinator.client import ApiError, Client, Unreachable
 from coordinator.client.views import is_final
 from coordinator.dev import scenario
 from coordinator.dev.etcd import EtcdProgram
-from coordinator.dev.leftovers import remove_containers
+from coordinator.dev.leftovers import docker_socket, remove_containers
 from coordinator.dev.outcome import Outcome
 from coordinator.dev.parts import Part, PartFailed, ready_line, start, start_etcd
 from coordinator.dev.scenario import TrialJob, TrialNode
@@ -167,6 +167,9 @@ class Trial:
         command += ["--data-folder", str(self._options.folder / "agents" / node.name)]
         for name, value in node.labels.items():
             command += ["--label", f"{name}={value}"]
+        socket = docker_socket()
+        if self._options.runner == "docker" and socket:
+            command += ["--docker-socket", socket]
         engine_id = self._options.engine_ids.get(node.name)
         return command + (["--engine-node-id", engine_id] if engine_id else [])
 
