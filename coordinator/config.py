@@ -17,15 +17,17 @@ class SettingInvalid(ValueError):
 class FairnessSettings:
     """Whose turn it is, and who may hold a reservation (`coordinator.fairness`). `window_seconds` is W of the time share;
     `max_wait_seconds` the bounded wait. A job counts as within its tenant's share if `round_up_milli` thousandths of it
-    are. Who withdraws a job for which slices were reserved gets no reservation for `withdrawal_seconds`."""
+    are. Who withdraws a job for which slices were reserved gets no reservation for `withdrawal_seconds`.
+    A job that waits for what nobody knows the end of has no reservation any more after `hold_seconds`."""
 
-    policy: str = "space-time"
+    policy: str = "serai"
     space_weight: int = 1
     time_weight: int = 1
     window_seconds: int = 24 * 3600
     max_wait_seconds: int = 72 * 3600
     round_up_milli: int = 500
     withdrawal_seconds: int = 24 * 3600
+    hold_seconds: int = 7 * 24 * 3600
 
 
 @frozen

@@ -81,6 +81,8 @@ class PolicyNumbers(Protocol):
     def round_up_milli(self) -> int: ...
     @property
     def withdrawal_seconds(self) -> int: ...
+    @property
+    def hold_seconds(self) -> int: ...
 
 
 class PolicySettings(Protocol):
@@ -105,6 +107,7 @@ class Policy:
     owed_first: bool = False
     round_up_milli: int = 500
     withdrawal_seconds: int = 24 * 3600
+    hold_seconds: int = 7 * 24 * 3600
 
     def unit(self, totals: Totals) -> int:
         return TRILLION if self.owed_first else totals.cluster_memory_mib * totals.integral * totals.weights
@@ -120,7 +123,8 @@ class Policy:
 
 @frozen
 class Share:
-    """A tenant's standing, exactly. Shares are None while the cluster has no GPU memory: unknown, not 0 (FR-5).
+    """A tenant's standing, exactly, in the terms of the policy. Shares are None while the cluster has no GPU memory:
+    unknown, not 0 (FR-5).
     `over_by_memory_mib` is what it holds beyond its quota; `headroom` what it may still get, never negative (QT-3)."""
 
     tenant: Tenant
@@ -138,8 +142,22 @@ def space_time(policy: Policy, use: TenantUse, totals: Totals) -> int:
     return policy.space_weight * space - policy.time_weight * time
 
 
+def space_time_terms(use: TenantUse, totals: Totals) -> tuple[Fraction, Fraction]:
+    space = Fraction(use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib)
+    return space, Fraction(use.integral, totals.integral)
+
+
+def debt_first_terms(use: TenantUse, totals: Totals) -> tuple[Fraction, Fraction]:
+    """(space, time); who has no quota counts against the cluster, and is owed nothing of it."""
+    quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
+    base_mib = quota_mib if quota_mib > 0 else memory_mib
+    whole = totals.window_ms * base_mib * totals.cluster_compute_milli * use.weight
+    space = Fraction(max(0, quota_mib) - use.held_memory_mib, base_mib)
+    return space, Fraction((use.integral - use.entitled) * memory_mib, whole)
+
+
 def debt_first(policy: Policy, use: TenantUse, totals: Totals) -> int:
-    """Rounded down to trillionths."""
+    """`debt_first_terms` in trillionths, each rounded down: no fractions, since this is asked most."""
     quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
     base_mib = quota_mib if quota_mib > 0 else memory_mib
     space = TRILLION * (max(0, quota_mib) - use.held_memory_mib) // base_mib
@@ -165,6 +183,7 @@ def policy_from(settings: PolicySettings) -> Policy:
         fairness.policy in OWED_FIRST,
         fairness.round_up_milli,
         fairness.withdrawal_seconds,
+        fairness.hold_seconds,
     )
 
 
@@ -229,13 +248,12 @@ class Standings:
         is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
         unit = self._policy.unit(totals)
+        space, time = (debt_first_terms if self._policy.owed_first else space_time_terms)(use, totals)
         return Share(
             tenant=record,
             held=held,
-            space=Fraction(use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib)
-            if is_known
-            else None,
-            time=Fraction(use.integral, totals.integral),
+            space=space if is_known else None,
+            time=time,
             priority=Fraction(self._policy.rank(self._policy, use, totals), unit) if is_known else None,
             over_by_memory_mib=max(0, held.memory - record.quota_memory_mib),
             headroom=headroom(record, held),

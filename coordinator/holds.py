@@ -128,14 +128,16 @@ class Room:
 
     def reserve(self, shape: Shape, job: Job) -> bool:
         """Reserves for the job what frees soonest. False where the nodes that are up could not take it even when
-        empty, so that it holds nothing from anybody."""
+        empty, so that it holds nothing from anybody; and where nobody knows when it would be free and it has waited
+        so long for that already that the others were kept off long enough."""
         self._usable = frozenset(
             name
             for name, view in self.draft.views.items()
             if self.draft.gate(name, shape.constraints) is None and self._could_take(view, shape)
         )
         found = _Freeing(self.draft, self._holders()).soonest(shape)
-        if found is None:
+        waited_ms = self._now_ms - job.queued_at_ms
+        if found is None or (found[1] >= _UNKNOWN_MS and waited_ms >= 1000 * self._policy.hold_seconds):
             return False
         spots, due_ms, rows = found
         self._later = rows
@@ -239,8 +241,9 @@ class _Freeing:
 
     def soonest(self, shape: Shape) -> Found | None:
         """(spots, when all of them are free, the rows of their nodes then)."""
-        kinds = [task for task in shape.tasks if task.count]
-        return self._of_one(shape) if len(kinds) == kinds[0].count == 1 else self._of_gang(shape)
+        if shape.task_count == 0:
+            return None
+        return self._of_one(shape) if shape.task_count == 1 else self._of_gang(shape)
 
     def _of_one(self, shape: Shape) -> Found | None:
         task = next(task for task in shape.tasks if task.count)

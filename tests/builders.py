@@ -196,9 +196,11 @@ def task(of: Job, number: int = 0, state: TaskState = TaskState.RUNNING, **chang
 class World:
     """A cluster under one coordinator with a clock that the test moves. `now` is in seconds after the start."""
 
-    def __init__(self, *nodes: NodeInventory, policy: Policy | None = None, **changes: object) -> None:
+    def __init__(self, *nodes: NodeInventory, policy: Policy | str | None = None, **changes: object) -> None:
+        if isinstance(policy, str):
+            changes["policy"] = policy
         self.settings = settings(**changes)
-        self.policy = policy or policy_from(self.settings)
+        self.policy = policy if isinstance(policy, Policy) else policy_from(self.settings)
         self.cluster = Cluster(self.settings)
         self.now = 0
         self._revision = 0

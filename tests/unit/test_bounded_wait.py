@@ -16,7 +16,12 @@ def placed(w: World) -> list[str]:
 def test_qf3_a_large_job_starts_within_a_bound_under_a_steady_flow_of_small_ones():
     """Eight GPUs always full of jobs of 10 minutes; a job of 8 waits from the start. Without the bound it would wait
     for ever; a job for another model of GPU is not held up."""
-    w = World(node("n1"), node("l4", gpus=1, memory=24 * GIB, model="NVIDIA L4"), max_wait_seconds=3600)
+    w = World(
+        node("n1"),
+        node("l4", gpus=1, memory=24 * GIB, model="NVIDIA L4"),
+        max_wait_seconds=3600,
+        policy="space-time",
+    )
     w.submit(
         *(job(f"s{n:04}", model="A100") for n in range(8)), job("big", 1, gpus=8, model="A100", tenant="z")
     )
@@ -50,7 +55,7 @@ def test_qf3_a_large_job_starts_within_a_bound_under_a_steady_flow_of_small_ones
 
 def test_without_the_bound_it_starves():
     """The control of the test above: the same flow, and no bound in reach."""
-    w = World(node("n1"), max_wait_seconds=10**6)
+    w = World(node("n1"), max_wait_seconds=10**6, policy="space-time")
     w.submit(job("big", 0, gpus=8), *(job(f"s{n}", 1) for n in range(4)))
     running_now = w.cycle()
     for turn in range(1, 50):
@@ -63,7 +68,7 @@ def test_without_the_bound_it_starves():
 
 
 def test_the_node_that_frees_soonest_is_held():
-    w = World(node("n1"), node("n2"), node("n3"), max_wait_seconds=100)
+    w = World(node("n1"), node("n2"), node("n3"), max_wait_seconds=100, policy="space-time")
     for name, limit in (("n1", None), ("n2", 900), ("n3", 5000)):
         w.submit(running(f"r-{name}", name, [piece(f"GPU-{name}-0")], max_runtime_seconds=limit, tenant="b"))
     w.submit(job("big", gpus=8))
@@ -76,7 +81,7 @@ def test_the_node_that_frees_soonest_is_held():
 
 
 def test_a_gang_is_held_as_many_nodes_as_it_needs():
-    w = World(*(node(f"n{n}") for n in range(4)), max_wait_seconds=100)
+    w = World(*(node(f"n{n}") for n in range(4)), max_wait_seconds=100, policy="space-time")
     w.submit(*(running(f"r{n}", f"n{n}", [piece(f"GPU-n{n}-0")], tenant="b") for n in range(3)))
     w.submit(job("gang", gpus=8, count=2))
     w.now = 100
@@ -86,7 +91,7 @@ def test_a_gang_is_held_as_many_nodes_as_it_needs():
 
 
 def test_qf7_a_hold_ends_with_its_job_and_is_not_given_to_what_can_never_run():
-    w = World(node("n1"), max_wait_seconds=100)
+    w = World(node("n1"), max_wait_seconds=100, policy="space-time")
     w.submit(running("r", "n1", [piece("GPU-n1-0")], tenant="b"), job("big", gpus=8), job("never", gpus=9))
     w.now = 100
     w.submit(job("small", 100))
@@ -99,7 +104,7 @@ def test_qf7_a_hold_ends_with_its_job_and_is_not_given_to_what_can_never_run():
 
 
 def test_no_hold_for_a_job_beyond_its_tenants_limit():
-    w = World(node("n1"), max_wait_seconds=100)
+    w = World(node("n1"), max_wait_seconds=100, policy="space-time")
     w.tenant("a", limit_memory_mib=8 * CARD)
     w.submit(running("r", "n1", [piece("GPU-n1-0")]), job("big", gpus=8))
     w.now = 100
@@ -107,7 +112,7 @@ def test_no_hold_for_a_job_beyond_its_tenants_limit():
 
 
 def test_a_job_whose_nodes_are_down_does_not_take_the_hold_from_the_next():
-    w = World(node("n1"), node("t4", gpus=4, model="T4"), max_wait_seconds=100)
+    w = World(node("n1"), node("t4", gpus=4, model="T4"), max_wait_seconds=100, policy="space-time")
     w.submit(running("r", "n1", [piece("GPU-n1-0")], tenant="b"))
     w.submit(job("on-t4", 0, gpus=4, model="T4"), job("big", 1, gpus=8, model="A100"))
     w.see(model.ReportGone("t4"))
@@ -119,7 +124,7 @@ def test_a_job_whose_nodes_are_down_does_not_take_the_hold_from_the_next():
 
 
 def test_the_overdue_job_goes_before_every_tenant():
-    w = World(node("n1", gpus=1), max_wait_seconds=100)
+    w = World(node("n1", gpus=1), max_wait_seconds=100, policy="space-time")
     w.tenant("rich", 8 * CARD)
     w.submit(job("old", 0, tenant="poor"), job("new", 100, tenant="rich"))
     w.now = 99

@@ -23,7 +23,7 @@ def placed(w: World) -> list[str]:
 
 def test_tenants_take_turns_by_priority_and_are_charged_at_once():
     """Eight GPUs. a is entitled to 6, b to 2: a goes first until its space is no larger than b's."""
-    w = World(node("n1"))
+    w = World(node("n1"), policy="space-time")
     w.tenant("a", 6 * CARD)
     w.tenant("b", 2 * CARD)
     w.submit(*(job(f"a{n}", n) for n in range(8)), *(job(f"b{n}", n, tenant="b") for n in range(8)))
@@ -61,7 +61,7 @@ def test_idle_capacity_is_borrowed_beyond_the_quota():
 
 def test_a_tenant_whose_next_job_does_not_fit_lets_others_go_on():
     """QF-1, QF-6: a large job at the head blocks neither its own tenant's smaller ones nor others."""
-    w = World(node("n1", gpus=4))
+    w = World(node("n1", gpus=4), policy="space-time")
     w.tenant("a", 4 * CARD)
     w.submit(running("r", "n1", [piece("GPU-n1-0")], tenant="c"))
     w.submit(job("big", 0, gpus=4, priority=5), job("small", 1), job("other", 2, tenant="b"))
@@ -93,7 +93,7 @@ def test_a_plan_has_a_bounded_number_of_placements():
 
 
 def test_a_placement_says_why_next_and_why_there():
-    w = World(node("n1"))
+    w = World(node("n1"), policy="space-time")
     w.tenant("a", 4 * CARD)
     w.submit(job("j", gpus=2))
     [placement] = w.plan().placements
@@ -143,7 +143,7 @@ def test_fr1_whole_numbers_of_mib():
 
 def test_fr2_free_space_is_known_for_each_gpu():
     """80 slices of 0.18 on 16 GPUs: five on each. The next one waits, though 1.6 GPUs are free in all."""
-    w = World(node("n1"), node("n2"))
+    w = World(node("n1"), node("n2"), policy="space-time")
     w.submit(*(job(f"j{n:02}", memory=1024, compute=180) for n in range(81)))
     assert w.cycle() == [f"j{n:02}" for n in range(80)]
     reason = w.plan().waiting["j80"]

@@ -202,7 +202,9 @@ def test_chosen_is_told_in_millionths():
 
 
 def test_the_policy_comes_from_the_settings():
-    policy = policy_from(settings(space_weight=3, max_wait_seconds=7, placements_per_cycle=9))
+    policy = policy_from(
+        settings(policy="space-time", space_weight=3, max_wait_seconds=7, placements_per_cycle=9)
+    )
     assert (policy.rank, policy.space_weight, policy.max_wait_seconds, policy.placements_per_cycle) == (
         POLICIES["space-time"],
         3,
