@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingInvalid, OSError, yaml.YAMLError, TypeError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 2
+    # Most objects here live long: the collector's defaults would walk all of them again and again.
+    gc.set_threshold(50_000, 50, 1_000)
     role = {"both": _run_both, "api": _run_api, "scheduler": _run_scheduler}[options.role]
     with suppress(KeyboardInterrupt):
         return asyncio.run(role(options, settings))
@@ -163,10 +165,9 @@ def _stop_event() -> asyncio.Event:
 
 
 def _spare_the_collector() -> None:
-    """What was read at the start lives as long as the process: let it look only at what came later, and less often."""
+    """What was read at the start lives as long as the process: let it look only at what came later."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
 
 
 def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:

@@ -13,7 +13,6 @@ the newest one seen of the same job is ignored (LK-7).
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -21,10 +20,11 @@ from typing import Generic, TypeVar
 
 from coordinator import model
 from coordinator.lifecycle import HELD_RESERVATION, due_ms, is_restless
+from coordinator.lines import WaitingLines
 from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
 from coordinator.shares import EntitledShares
-from coordinator.snapshot import ClusterSettings, LineKey, Snapshot, shape_of
+from coordinator.snapshot import ClusterSettings, Snapshot
 from coordinator.usage import UsageLedger, Use
 from coordinator.worth import Kind, Worth, kind_of
 from vgpu.inventory import NodeInventory
@@ -64,8 +64,7 @@ class Cluster:
         self._jobs: _Shared[str, Job] = _Shared()
         self._waiting: _Shared[str, Job] = _Shared()
         self._done: _Shared[str, Job] = _Shared()
-        self._lines: _Shared[str, dict[LineKey, tuple[Job, ...]]] = _Shared()
-        self._fresh_lines: dict[str, dict[LineKey, list[Job]]] = {}
+        self._lines = WaitingLines()
         self._revisions: _Shared[str, int] = _Shared()
         self._tasks: _Shared[tuple[str, int], Mapping[int, Task]] = _Shared()
         self._grants: _Shared[tuple[str, int], Mapping[str, bool]] = _Shared()
@@ -140,7 +139,7 @@ class Cluster:
             nodes=nodes,
             jobs=self._jobs.lend(),
             waiting_jobs=self._waiting.lend(),
-            lines=self._lend_lines(),
+            lines=self._lines.lend(),
             done=self._done.lend(),
             tenants=self._tenants.lend(),
             tasks=self._tasks.lend(),
@@ -215,9 +214,10 @@ class Cluster:
             del self._done.own()[id]
         if id in self._waiting.now:
             job = self._waiting.own().pop(id)
-            self._shares.want(job.tenant, -shape_of(job.spec).compute_milli, now_ms)
+            key = self._lines.key_of(job.spec)
+            self._shares.want(job.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
-            self._line(job, lambda line: _remove(line, job))
+            self._lines.remove(job, key)
         if id in self._jobs.now:
             job = self._jobs.own().pop(id)
             self._news += 1
@@ -227,8 +227,9 @@ class Cluster:
     def _queue(self, job: Job, now_ms: int) -> None:
         self._news += 1
         self._waiting.own()[job.id] = job
-        self._shares.want(job.tenant, shape_of(job.spec).compute_milli, now_ms)
-        self._line(job, lambda line: insort(line, job, key=_age))
+        key = self._lines.key_of(job.spec)
+        self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
+        self._lines.add(job, key)
         waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
         heapq.heappush(self._due, (waited_ms, job.id))
         if job.not_before_ms:
@@ -341,27 +342,6 @@ class Cluster:
                 start_ms = max(job.allocation.allocated_at_ms, until.get(job.tenant, 0))
                 self._ledger.change(job.tenant, start_ms, use)
 
-    def _line(self, job: Job, change: Callable[[list[Job]], None]) -> None:
-        lines = self._fresh_lines.setdefault(job.tenant, {})
-        key = LineKey(job.spec.priority, shape_of(job.spec))
-        if key not in lines:
-            lines[key] = list(self._lines.now.get(job.tenant, {}).get(key, ()))
-        change(lines[key])
-
-    def _lend_lines(self) -> Mapping[str, Mapping[LineKey, tuple[Job, ...]]]:
-        """Freezes the lines that changed since the last snapshot; all others are shared with it."""
-        for tenant, changed in self._fresh_lines.items():
-            lines = dict(self._lines.now.get(tenant, {}))
-            for key, jobs in changed.items():
-                lines[key] = tuple(jobs)
-                if not jobs:
-                    del lines[key]
-            self._lines.own()[tenant] = lines
-            if not lines:
-                del self._lines.own()[tenant]
-        self._fresh_lines.clear()
-        return self._lines.lend()
-
     def _next_due(self, now_ms: int) -> int | None:
         """The next moment that concerns a job which is still there. What is due now is looked at in this snapshot."""
         while self._due:
@@ -383,16 +363,6 @@ class Cluster:
                     self._restless.add(id)
                     self._news += 1
         return None
-
-
-def _age(job: Job) -> tuple[int, str]:
-    return job.submitted_at_ms, job.id
-
-
-def _remove(line: list[Job], job: Job) -> None:
-    place = bisect_left(line, _age(job), key=_age)
-    if place < len(line) and line[place].id == job.id:
-        del line[place]
 
 
 _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {

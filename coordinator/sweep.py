@@ -35,6 +35,7 @@ from coordinator.store import Delete, KeyValue, Put, Store, StoreUnavailable, un
 
 log = logging.getLogger("serai.sweep")
 
+FIRST_ROUND_SECONDS = 1  # the first cycles of a term go first
 ROUND_SECONDS = 10
 ROUNDS_PER_SLOW_ROUND = 6
 PAGE = 500
@@ -66,6 +67,7 @@ class Sweep:
 
     async def run(self) -> None:
         rounds = 0
+        await asyncio.sleep(FIRST_ROUND_SECONDS)
         while True:
             try:
                 await self.orphans()

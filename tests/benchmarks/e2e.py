@@ -44,9 +44,13 @@ FIELDS = (
     "leader_cpu_us_per_job",
     "api_cpu_us_per_job",
     "agents_cpu_us_per_job",
+    "cycles",
+    "plan_us_per_job",
     "others_cores",
 )
 TAKEOVER_FIELDS = ("waiting", "running", "cold_ms", "warm_ms")
+PHASES = ("snapshot", "plan", "commit", "watch")  # time in them, not CPU: commit and watch wait for the store
+_SECONDS = 'serai_cycle_seconds_sum{phase="%s"}'
 PUBLISHED = """\
 Published, or measured by their users, on machines of their own or like this one:
   Slurm 22.05, two cores    254 submits/s, 43 jobs/s to the end, p50 1.6 s from submit to start
@@ -85,13 +89,14 @@ async def run(mode: Mode, jobs: int, nodes: int, agents: Sequence[str]) -> dict[
     async with world(nodes, mode.members) as here:
         await here.begin(jobs, mode.until, agents, {})
         load = here.load(BATCH_CONNECTIONS if mode.submit == "batch" else CONNECTIONS)
-        before = here.cpu_seconds()
+        cycles, before = await here.metrics("leader"), here.cpu_seconds()
         if mode.rate:
             await load.steadily(requests, mode.rate)
         else:
             await load.as_fast_as_it_goes(requests)
         seen = await here.agents_done(PATIENCE_SECONDS)
         used = {name: value - before[name] for name, value in here.cpu_seconds().items()}
+        cycles = {series: value - cycles.get(series, 0) for series, value in (await here.metrics("leader")).items()}
         await _check(here, mode, jobs, seen)
     times = seen["running" if mode.until == "running" else "ended"]
     sent, answered = load.result.sent, load.result.answered
@@ -110,6 +115,8 @@ async def run(mode: Mode, jobs: int, nodes: int, agents: Sequence[str]) -> dict[
         "p99_ms": round(1000 * _quantile(took, 0.99), 1),
         "submits_per_second": round(jobs / (max(answered.values()) - began), 1),
         **{f"{name}_cpu_us_per_job": _each(used[name], jobs) for name in ("etcd", "leader", "api", "agents")},
+        "cycles": round(cycles['serai_cycle_seconds_count{phase="plan"}']),
+        **{f"{phase}_us_per_job": _each(cycles[_SECONDS % phase], jobs) for phase in PHASES},
         "agent_transactions": seen["transactions"],
         "others_cores": round(max(0.0, 2 * used["all"] - sum(used.values())) / seconds, 2),
     }

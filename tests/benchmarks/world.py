@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import yaml
 
@@ -40,7 +41,7 @@ class World:
         self.store = EtcdStore(EtcdSettings.from_url(",".join(member.url for member in members)))
         self.parts: dict[str, Part] = {}
         self.api = ("127.0.0.1", 0)
-        self.leader_metrics = ""
+        self._addresses: dict[str, str] = {}
         self._out = folder / "agents.json"
 
     async def begin(
@@ -58,10 +59,11 @@ class World:
         await self.said("agents", "ready")
         urls = ",".join(member.url for member in self.members)
         common = ["-m", "coordinator", "--etcd", urls, "--config", str(config), "--log-level", "warning"]
-        await self._start("leader", [*common, "--role", "scheduler", "--listen", "127.0.0.1:0"])
-        await self.said("leader", "ready")
+        leader = ["--role", "scheduler", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+        await self._start("leader", [*common, *leader])
+        self._addresses["leader"] = (await self.said("leader", "ready"))["metrics"]
         await self._start("api", [*common, "--role", "api", "--listen", "127.0.0.1:0"])
-        address = (await self.said("api", "ready"))["address"]
+        address = self._addresses["api"] = (await self.said("api", "ready"))["address"]
         host, _, port = address.removeprefix("http://").partition(":")
         self.api = (host, int(port))
         while await self.store.get(ROOT + "leader/holder") is None:
@@ -101,6 +103,14 @@ class World:
         machine = psutil.cpu_times()
         used["all"] = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
         return used
+
+    async def metrics(self, name: str) -> dict[str, float]:
+        """What the leader or the API exposes, by the name of the series with its labels."""
+        url = f"{self._addresses[name]}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            lines = (await answer.text()).splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {series: float(value) for series, value in pairs}
 
     async def keys(self, folder: str) -> int:
         return len((await self.store.list(ROOT + folder)).items)
