@@ -83,11 +83,23 @@ class Shape:
         return sum(task.count * task.cpu_milli for task in self.tasks)
 
 
+# Equal shapes are one object, so that they are compared by identity wherever they are looked up. A memo: it may be
+# emptied at any time, and is once it is large.
+_TASKS: dict[TaskShape, TaskShape] = {}
+_SHAPES: dict[Shape, Shape] = {}
+_MOST_SHAPES = 20_000
+
+
 def shape_of(spec: JobSpec) -> Shape:
-    return Shape(
-        tuple(TaskShape(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks),
-        tuple(sorted(spec.constraints.items())),
+    if len(_SHAPES) > _MOST_SHAPES:
+        _TASKS.clear()
+        _SHAPES.clear()
+    tasks = (TaskShape(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks)
+    shape = Shape(
+        tuple([_TASKS.setdefault(task, task) for task in tasks]),
+        tuple(sorted(spec.constraints.items())) if spec.constraints else (),
     )
+    return _SHAPES.setdefault(shape, shape)
 
 
 @frozen(order=True, cache_hash=True)
