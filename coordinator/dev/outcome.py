@@ -91,21 +91,24 @@ class Outcome:
 
 
 def fairness(outcomes: Sequence[Outcome]) -> str | None:
-    """What the trial shows of fairness, None when it does not show: which job of a tenant below its quota started
-    before one that was submitted earlier by a tenant above its own."""
-    started = {
+    """What the trial shows of fairness, None when it does not show: which jobs of a tenant below its quota started before
+    one that was submitted earlier by a tenant above its own."""
+    times = {
         each.trial.name: (str(each.job["submitted_at"]), str(each.job["started_at"]))
         for each in outcomes
         if each.job is not None and each.job["started_at"]
     }
-    if not {"train-c", "train-d", "train-e"} <= started.keys():
+    if "train-c" not in times:
         return None
-    earlier, first, second = started["train-c"], started["train-d"], started["train-e"]
-    if earlier[0] < min(first[0], second[0]) and earlier[1] > min(first[1], second[1]):
-        return (
-            "train-c (vision, above its quota) was submitted first, and speech's trainings went ahead of it"
-        )
-    return None
+    submitted, started = times["train-c"]
+    ahead = [
+        name
+        for name in ("train-d", "train-e")
+        if name in times and times[name][0] > submitted and times[name][1] < started
+    ]
+    if not ahead:
+        return None
+    return f"train-c of vision, which was above its quota, was submitted first; {' and '.join(ahead)} of speech went ahead"
 
 
 def document(

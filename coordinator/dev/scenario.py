@@ -1,12 +1,10 @@
 """What the trial shows: three nodes, two tenants, and jobs with the end that each of them should come to.
 
 The point to see: `vision` comes first and takes the whole big node, more than its quota, since nobody else wants it.
-Then `speech` comes. From now on each card that comes free goes to the tenant with the highest
-
-    priority = (quota - used) / cluster memory - share of the compute used lately
-
-so both of speech's trainings start before vision's third one, although that was submitted earlier. The gang waits until
-twelve cards are free at once. One job can never run and is refused at submit, and one fails as it should.
+Then `speech` comes, and waits. As soon as cards come free the tenant with the highest priority goes first (space share
+less time share, see `coordinator.fairness`), so a training of speech starts before vision's third one, although that was
+submitted earlier. The gang waits until twelve cards are free at once. One job can never run and is refused at submit,
+and one fails as it should.
 """
 
 from __future__ import annotations
