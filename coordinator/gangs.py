@@ -21,6 +21,8 @@ NO_LIMIT = Headroom()
 
 # What is left to place: how many of each task of the shape.
 Left = tuple[int, ...]
+# What a node takes of it: (amount in thousandths of GPUs and tasks, (task, fit) ..., what is left then).
+Pack = tuple[int, tuple[tuple[int, Fit], ...], Left]
 
 
 def place(draft: Draft, shape: Shape, headroom: Headroom) -> tuple[Spot, ...] | None:
@@ -59,16 +61,21 @@ def _the_task(shape: Shape) -> TaskShape:
 
 
 class _Gang:
+    """Nodes where none of the tasks fits are left out from the start: they give no room. `_twins` names the first of
+    the nodes with an equal row, so that what was found for one is looked up for the others at no cost."""
+
     def __init__(self, draft: Draft, shape: Shape) -> None:
         self._draft = draft
         self._shape = shape
-        self._nodes = [
-            name
-            for name in sorted(draft.views)
-            if name not in draft.held and draft.gate(name, shape.constraints) is None
-        ]
+        tasks = [task for task in shape.tasks if task.count]
+        fitting = {node for task in tasks for node in draft.search(task, shape.constraints).fitting()}
+        self._nodes = sorted(fitting)
+        self._rows = {node: draft.row(node) for node in self._nodes}
+        first: dict[Row, str] = {}
+        self._twins = {node: first.setdefault(row, node) for node, row in self._rows.items()}
+        self._size = {twin: (row.idle_gpus, row.gpu_memory_mib) for row, twin in first.items()}
         self._order = sorted(range(len(shape.tasks)), key=lambda n: (_size(shape.tasks[n]), -n), reverse=True)
-        self._packs: dict[tuple[Row, Left], tuple[tuple[tuple[int, Fit], ...], Left]] = {}
+        self._packs: dict[tuple[str, Left], Pack] = {}
 
     def spots(self) -> tuple[Spot, ...] | None:
         for level in self._levels():
@@ -83,10 +90,7 @@ class _Gang:
 
     def _levels(self) -> Iterator[list[list[str]]]:
         """The domains of each level of the tree, lowest first. A node is tried once for all nodes alike."""
-        alike: dict[Row, str] = {}
-        for node in self._nodes:
-            alike.setdefault(self._draft.row(node), node)
-        yield [[node] for node in alike.values()]
+        yield [[node] for node in dict.fromkeys(self._twins.values())]
         places = {node: self._draft.views[node].location for node in self._nodes}
         for name_of in (_rack, _zone, _cluster):
             domains: dict[tuple[str, ...], list[str]] = {}
@@ -95,8 +99,8 @@ class _Gang:
             yield [domains[name] for name in sorted(domains) if len(domains[name]) > 1]
 
     def _room(self, domain: Sequence[str]) -> tuple[int, int, str]:
-        rows = [self._draft.row(node) for node in domain]
-        return sum(row.idle_gpus for row in rows), sum(row.gpu_memory_mib for row in rows), domain[0]
+        sizes = [self._size[self._twins[node]] for node in domain]
+        return sum(idle for idle, _ in sizes), sum(mib for _, mib in sizes), domain[0]
 
     def _filled(self, domain: Sequence[str]) -> tuple[Spot, ...] | None:
         left: Left = tuple(task.count for task in self._shape.tasks)
@@ -104,7 +108,7 @@ class _Gang:
         chosen: list[tuple[str, tuple[tuple[int, Fit], ...]]] = []
         while any(left):
             best = min(nodes, key=lambda node: self._fill_order(node, left, chosen), default=None)
-            taken, rest = self._packed(self._draft.row(best), left) if best else ((), left)
+            _, taken, rest = self._packed(best, left) if best else (0, (), left)
             if best is None or not taken:
                 return None
             chosen.append((best, taken))
@@ -116,20 +120,20 @@ class _Gang:
         self, node: str, left: Left, chosen: Sequence[tuple[str, object]]
     ) -> tuple[int, int, int, int, str]:
         """Takes most of what is left; closest to the nodes chosen before; fewest idle GPUs; least free memory."""
-        row = self._draft.row(node)
-        taken, _ = self._packed(row, left)
-        amount = sum(1000 * len(found.gpus) + 1 for _, found in taken)
-        views, costs = self._draft.views, self._draft.snapshot.settings.topology
-        near = sum(node_cost(views[node].location, views[other].location, costs) for other, _ in chosen[-1:])
-        return -amount, near, row.idle_gpus, row.gpu_memory_mib, node
+        amount, _, _ = self._packed(node, left)
+        near = 0
+        if chosen:
+            views, costs = self._draft.views, self._draft.snapshot.settings.topology
+            near = node_cost(views[node].location, views[chosen[-1][0]].location, costs)
+        return -amount, near, *self._size[self._twins[node]], node
 
-    def _packed(self, row: Row, left: Left) -> tuple[tuple[tuple[int, Fit], ...], Left]:
-        """As many of the tasks left as the node takes, large ones first: ((task, fit) ..., what is left then)."""
-        key = (row, left)
-        if key in self._packs:
-            return self._packs[key]
-        taken: list[tuple[int, Fit]] = []
-        rest = list(left)
+    def _packed(self, node: str, left: Left) -> Pack:
+        """As many of the tasks left as the node takes, large ones first."""
+        key = self._twins[node], left
+        known = self._packs.get(key)
+        if known is not None:
+            return known
+        row, taken, rest = self._rows[node], [], list(left)
         for n in self._order:
             while rest[n]:
                 found = self._draft.fit(self._shape.tasks[n], row)
@@ -138,7 +142,8 @@ class _Gang:
                 row = after(self._shape.tasks[n], row, found)
                 taken.append((n, found))
                 rest[n] -= 1
-        self._packs[key] = (tuple(taken), tuple(rest))
+        amount = sum(1000 * len(found.gpus) + 1 for _, found in taken)
+        self._packs[key] = amount, tuple(taken), tuple(rest)
         return self._packs[key]
 
     def _numbered(self, chosen: Sequence[tuple[str, tuple[tuple[int, Fit], ...]]]) -> tuple[Spot, ...]:

@@ -120,6 +120,7 @@ class Index:
         self._snapshot: Snapshot | None = None
         self._position: list[int] = []
         self._touched: set[int] = set()
+        self._others: dict[str, Index] = {}
         self._python_rows: dict[int, Row] = {}
         self._builds: dict[NodeBuild, int] = {}
         self._build_table = np.zeros((4, k.BUILD_WIDTH), np.int64)
@@ -131,13 +132,25 @@ class Index:
 
     # --- the snapshot ---
 
-    def sync(self, snapshot: Snapshot) -> None:
-        """Takes over the nodes of a snapshot and its prices; whatever a draft did before is undone."""
+    def sync(self, snapshot: Snapshot, rows: Mapping[str, Row] | None = None) -> None:
+        """Takes over the nodes of a snapshot, with other rows for some of them, and its prices; whatever a draft did
+        before is undone."""
         if self._snapshot is None or not self._follow(snapshot):
             self._rebuild(snapshot)
         self._snapshot = snapshot
+        for name, row in (rows or {}).items():
+            number = self._nodes.number[name]
+            self._touched.add(number)
+            self._enter_row(number, self._encoded(number, self._nodes.views[number], row))
+            self._python_rows[number] = row
         if snapshot.worth is not self.worth:
             self.price(snapshot.worth)
+
+    def beside(self, purpose: str) -> Index:
+        """An index for another draft of the same cycle, kept for the same purpose in the next one."""
+        if purpose not in self._others:
+            self._others[purpose] = Index()
+        return self._others[purpose]
 
     def price(self, worth: Worth | None) -> None:
         """New prices change every answer."""
@@ -189,17 +202,19 @@ class Index:
         self._set_prices(self.worth)
 
     def _read(self, number: int, view: NodeView) -> None:
-        row = self._encoded(number, view)
-        if self._rows[number].tolist() != row or row[k.BUILD] < 0:
-            self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
-            self._rows[number] = row
-            self._change(number)
+        self._enter_row(number, self._encoded(number, view))
         self._python_rows.pop(number, None)
         for constraints, place in self._constraints.items():
             has = view.has_labels(constraints)
             if self._labels[place, number] != has:
                 self._labels[place, number] = has
                 self._change(number)
+
+    def _enter_row(self, number: int, row: list[int]) -> None:
+        if self._rows[number].tolist() != row or row[k.BUILD] < 0:
+            self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
+            self._rows[number] = row
+            self._change(number)
 
     def _idle(self, row: list[int] | Table) -> int:
         """Whole GPUs of a row; those of an odd build are kept in the column of its model instead."""
@@ -277,6 +292,7 @@ class Index:
             for gpu, name in zip(found.gpus, found.isolations, strict=True):
                 chosen |= 1 << gpu
                 bit = _BITS[name]
+            self._python_rows.pop(number, None)
             memory_mib = -1 if task.gpus.memory_mib is None else task.gpus.memory_mib
             self._idle_in[place] -= k.take(
                 self._rows, number, task.cpu_milli, task.memory_mib, chosen, memory_mib,
@@ -297,8 +313,9 @@ class Index:
         view = self._nodes.views[number]
         if number not in self._touched:
             return view.row
-        if number in self._python_rows:
-            return self._python_rows[number]
+        known = self._python_rows.get(number)
+        if known is not None:
+            return known
         line = self._rows[number].tolist()
         if line[k.BUILD] < 0:
             return view.row
@@ -308,7 +325,9 @@ class Index:
             Piece(m, c, _NAMES[share] if share >= 0 else (), share >= 0)
             for m, c, share in zip(mib, milli, sharing, strict=True)
         )
-        return Row(view.row.build, line[k.CPU], line[k.MEMORY], pieces)
+        row = Row(view.row.build, line[k.CPU], line[k.MEMORY], pieces)
+        self._python_rows[number] = row
+        return row
 
     def idle_gpus(self, node: str) -> int:
         return self._idle(self._rows[self._nodes.number[node]])
@@ -361,6 +380,10 @@ class Index:
         order = np.lexsort((self._nodes.name_order, idle, keys))
         return [self._nodes.names[n] for n in order.tolist() if keys[n] >= 0]
 
+    def fitting(self, asked: _Asked) -> list[str]:
+        names = self._nodes.names
+        return [names[n] for n in np.flatnonzero(self._keys[asked.number] >= 0).tolist()]
+
     def fits_somewhere(self, asked: _Asked) -> bool:
         return bool((self._minima[asked.number] != k.NOTHING).any())
 
@@ -398,11 +421,17 @@ class Index:
 
     # --- the market, for the next prices ---
 
+    @property
+    def card_mib(self) -> int:
+        """Memory of the largest card; 0 where there is none."""
+        return max((gpu.memory_mib for build in self._builds for gpu in build.gpus), default=0)
+
     def market(self, worth: Worth) -> tuple[dict[str, int], dict[int, int], int]:
         """What `coordinator.prices.with_market` must know of the nodes, at equal prices of models."""
         cpu, values, whole = _tables(worth)
+        rows = self._rows.copy()  # it may be asked from another thread
         found, idle, milli = k.node_values(
-            self._rows, self._build_table, cpu, values, whole, worth.memory_step_mib, len(self._models)
+            rows, self._build_table, cpu, values, whole, worth.memory_step_mib, len(self._models)
         )
         by_model = {model: int(found[n]) for model, n in self._models.items() if n and found[n] > 0}
         return by_model, dict(enumerate(idle.tolist())), int(milli)

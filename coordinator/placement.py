@@ -61,7 +61,7 @@ class Draft:
         self._idle_in: Counter[Location] = Counter()
         self._index = index
         if index is not None:
-            index.sync(snapshot)
+            index.sync(snapshot, rows)
             return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
@@ -72,6 +72,11 @@ class Draft:
             return self._index.row(node)
         row = self._rows.get(node)
         return self.views[node].row if row is None else row
+
+    def beside(self, rows: Mapping[str, Row], purpose: str) -> Draft:
+        """Another draft on the snapshot with these rows instead of its own. Of each purpose one is in use at a time."""
+        index = None if self._index is None else self._index.beside(purpose)
+        return Draft(self.snapshot, rows, self._ignore_state, index)
 
     def idle_gpus(self, node: str) -> int:
         return self.row(node).idle_gpus if self._index is None else self._index.idle_gpus(node)
@@ -220,6 +225,11 @@ class Search:
         self._catch_up()
         return any(self._buckets.values())
 
+    def fitting(self) -> list[str]:
+        """All nodes where it fits, in no order."""
+        self._catch_up()
+        return [node for nodes in self._buckets.values() for node in nodes]
+
     def refusals(self) -> Refusals:
         """Counts are of now. Free figures are those of GPUs that the task might have had: of nodes that let it in,
         of its model, with something left of both."""
@@ -296,6 +306,10 @@ class IndexedSearch:
     def fits_somewhere(self) -> bool:
         self._catch_up()
         return self._index.fits_somewhere(self._asked)
+
+    def fitting(self) -> list[str]:
+        self._catch_up()
+        return self._index.fitting(self._asked)
 
     def refusals(self) -> Refusals:
         self._catch_up()

@@ -18,7 +18,7 @@ twentieth of the largest card.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from attrs import evolve, frozen
@@ -45,39 +45,31 @@ Market = Callable[[Worth], tuple[Mapping[str, int], Mapping[int, int], int]]
 
 
 class Pricing:
-    """What has been learned of the mix, and the prices of it. `known` is a mix that is known beforehand; otherwise
-    each job counts as it arrives, placed or not. Prices of sizes settle as more is known, so they are made more and
-    more rarely; those of models and whole slots follow what is left every `every` jobs."""
+    """When prices are made anew. Those of sizes settle as more is known, so they are made more and more rarely, or
+    once where the mix `is_known` beforehand; those of models and whole slots follow what is left every `every` jobs."""
 
-    def __init__(self, known: Mapping[Kind, int] | None = None, every: int = 50) -> None:
+    def __init__(self, every: int = 50, is_known: bool = False) -> None:
         self.worth: Worth | None = None
-        self._mix: Counter[Kind] = Counter(known or {})
-        self._is_known = known is not None
+        self._is_known = is_known
         self._every = every
-        self._arrived = 0
-        self._sizes_at = 0 if self._is_known else FEWEST_JOBS
+        self._sizes_at = 0 if is_known else FEWEST_JOBS
         self._market_at = 0
 
-    def arrived(self, kinds: Iterable[Kind]) -> None:
-        self._arrived += 1
-        if not self._is_known:
-            self._mix.update(kinds)
+    def is_due(self, jobs: int) -> bool:
+        """`jobs`: how many have arrived so far."""
+        return jobs >= (self._market_at if self.worth else self._sizes_at)
 
-    @property
-    def is_due(self) -> bool:
-        return self._arrived >= max(self._market_at, 0 if self.worth else self._sizes_at)
-
-    def refresh(self, market: Market, card_mib: int) -> None:
-        """Makes `worth` anew where something moved; the old one stays the same object where nothing did. `market`
-        tells what is left (`coordinator.index.Index.market`)."""
+    def refresh(self, mix: Mapping[Kind, int], jobs: int, market: Market, card_mib: int) -> None:
+        """Makes `worth` anew where something moved; it stays the same object where nothing did. `market` tells what
+        is left (`coordinator.index.Index.market`)."""
         sizes = self.worth
-        if sizes is None or (self._arrived >= self._sizes_at and not self._is_known):
-            sizes = size_prices(self._mix, card_mib)
-            self._sizes_at = self._arrived + min(max(self._arrived, FEWEST_JOBS), _RARELY)
-        self._market_at = self._arrived + self._every
+        if sizes is None or (jobs >= self._sizes_at and not self._is_known):
+            sizes = size_prices(mix, card_mib)
+            self._sizes_at = jobs + min(max(jobs, FEWEST_JOBS), _RARELY)
+        self._market_at = jobs + self._every
         if sizes is None:
             return
-        priced = with_market(sizes, self._mix, *market(sizes))
+        priced = with_market(sizes, mix, *market(sizes))
         if self.worth is None or sizes is not self.worth or moved(self.worth, priced):
             self.worth = priced
 

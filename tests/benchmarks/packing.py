@@ -79,7 +79,7 @@ class Adapter:
         shapes = Counter(map(self.shape, self._run.originals))
         mix: Counter[Kind] = Counter()
         for shape, count in shapes.items():
-            mix[kind_of(shape.tasks[0].gpus, shape.tasks[0].cpu_milli)] += count
+            mix[_kind(shape)] += count
         return mix
 
     def draft(self, index: Index) -> Draft:
@@ -106,24 +106,30 @@ class Adapter:
         return self._tags[pod.models] if pod.models else ""
 
 
+def _kind(shape: Shape) -> Kind:
+    return kind_of(shape.tasks[0].gpus, shape.tasks[0].cpu_milli)
+
+
 def placed_by_serai(run: Run, is_learned: bool, every: int = 50) -> tuple[list[bool], float]:
     """As `openb_policies.placed_by`."""
     adapter, index = Adapter(run), Index()
     draft = adapter.draft(index)
-    pricing = Pricing(None if is_learned else adapter.mix(), every)
+    mix: Counter[Kind] = Counter() if is_learned else adapter.mix()
+    pricing = Pricing(every, is_known=not is_learned)
     shapes = {pod: adapter.shape(pod) for pod in set(run.pods)}
-    kinds = {pod: [kind_of(t.gpus, t.cpu_milli) for t in shape.tasks] for pod, shape in shapes.items()}
+    kinds = {pod: _kind(shape) for pod, shape in shapes.items()}
     placed = []
-    for pod in run.pods:
-        if pricing.is_due:
-            pricing.refresh(index.market, CARD_MIB)
+    for number, pod in enumerate(run.pods):
+        if pricing.is_due(number):
+            pricing.refresh(mix, number, index.market, CARD_MIB)
             if pricing.worth is not draft.worth:
                 draft.reprice(pricing.worth)
         spots = gangs.place(draft, shapes[pod], gangs.NO_LIMIT)
         if spots is not None:
             draft.take(spots)
         placed.append(spots is not None)
-        pricing.arrived(kinds[pod])
+        if is_learned:
+            mix[kinds[pod]] += 1
     rows = [draft.row(f"n{number:05}") for number in range(len(run.nodes))]
     cpu = np.array([row.cpu_milli for row in rows], np.int64)
     gpus = np.zeros((len(rows), 8), np.int64)

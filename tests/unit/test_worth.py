@@ -153,10 +153,9 @@ def test_prices_are_made_rarely_and_swapped_only_when_they_moved():
         return {"A100": 8 * GPU_UNITS}, {8: 1}, 8000
 
     seen = []
-    for _ in range(1000):
-        pricing.arrived([kind(470)])
-        if pricing.is_due:
-            pricing.refresh(market, CARD)
+    for jobs in range(1000):
+        if pricing.is_due(jobs):
+            pricing.refresh({kind(470): jobs}, jobs, market, CARD)
             seen.append(pricing.worth)
     assert asked <= 20
     assert len({id(worth) for worth in seen}) == 4, "at 100, 200, 400 and 800 jobs, and nothing moved between"
