@@ -95,6 +95,11 @@ class Cluster:
         return MappingProxyType(self._waiting.now)
 
     @property
+    def held(self) -> Mapping[str, Use]:
+        """What each tenant holds now."""
+        return MappingProxyType(self._held.now)
+
+    @property
     def done_jobs(self) -> Mapping[str, Job]:
         """Ended jobs, where they are kept."""
         return MappingProxyType(self._done.now)

@@ -26,7 +26,7 @@ def measure(trace: Trace, outcome: Outcome, private: Sequence[tuple[float, float
         for jct, (n, job) in zip(jcts, ended, strict=True)
         if job.duration_ms >= SHORTEST_FOR_RHO_MS
     )
-    tenants = _by_tenant(trace, ended, jcts, waits)
+    tenants = _means(trace, ended, jcts, waits)
     tenant_rhos = [
         jct / alone_jct for (jct, _), (alone_jct, _) in zip(tenants, private, strict=True) if alone_jct
     ]
@@ -56,6 +56,41 @@ def measure(trace: Trace, outcome: Outcome, private: Sequence[tuple[float, float
         "fragmentation": 100 * meter.broken / meter.free if meter.free else 0.0,
         "jobs": len(ended),
     }
+
+
+def by_tenant(
+    trace: Trace,
+    outcome: Outcome,
+    quotas: Sequence[float],
+    gpus: float,
+    private: Sequence[tuple[float, float]],
+) -> list[dict[str, float | int | str]]:
+    """A row for each tenant. `received_share`: what it received of what it was entitled to up to the last submit, in %."""
+    meter = outcome.meter
+    own: list[list[tuple[int, int]]] = [[] for _ in trace.tenants]
+    for n, job in enumerate(trace.jobs):
+        end_ms = meter.ends_ms[n]
+        if end_ms is not None:
+            own[job.tenant].append((end_ms - job.submit_ms, end_ms - job.submit_ms - job.duration_ms))
+    work = trace.gpu_ms()
+    rows: list[dict[str, float | int | str]] = []
+    for n, name in enumerate(trace.tenants):
+        jcts, waits = [jct for jct, _ in own[n]], sorted(wait for _, wait in own[n])
+        rows.append(
+            {
+                "tenant": name,
+                "quota_gpus": quotas[n] * gpus,
+                "jobs": len(jcts),
+                "gpu_hours": work[n] / HOUR_MS,
+                "received_share": 100 * meter.received[n] / meter.owed[n] if meter.owed[n] else 0.0,
+                "jct_mean_hours": mean(jcts) / HOUR_MS,
+                "wait_mean_hours": mean(waits) / HOUR_MS,
+                "wait_p99_hours": percentile(waits, 99) / HOUR_MS,
+                "rho": mean(jcts) / private[n][0] if private[n][0] else 0.0,
+                "wait_alone_hours": private[n][1] / HOUR_MS,
+            }
+        )
+    return rows
 
 
 def alone(trace: Trace, quotas: Sequence[float], gpus: int) -> list[tuple[float, float]]:
@@ -95,7 +130,7 @@ def _rho(gpus: float, demand: tuple[float, float], jct_ms: int, job: TraceJob) -
     return jct_ms / (job.duration_ms * max(1.0, contention))
 
 
-def _by_tenant(
+def _means(
     trace: Trace, ended: Sequence[tuple[int, TraceJob]], jcts: Sequence[int], waits: Sequence[int]
 ) -> list[tuple[float, float]]:
     sums = [[0, 0, 0] for _ in trace.tenants]
