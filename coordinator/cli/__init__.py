@@ -31,6 +31,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "cluster": ("coordinator.cli.cluster:cluster", "The cluster in a few lines"),
         "top": ("coordinator.cli.top:top", "Live view of nodes, queue and shares"),
         "events": ("coordinator.cli.queue:events", "Follow what changes"),
+        "simulate": ("coordinator.cli.simulate:simulate", "What a policy would have made of a trace"),
         "tokens": ("coordinator.cli.tokens:tokens", "Tokens: who may do what"),
     },
     "Set-up": {
