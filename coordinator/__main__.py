@@ -38,8 +38,10 @@ from coordinator.engines import Engine
 from coordinator.engines.agent import AgentEngine
 from coordinator.engines.nomad import NomadEngine, NomadSettings
 from coordinator.etcd_store import EtcdSettings, EtcdStore
+from coordinator.index import Index
 from coordinator.leader import campaign
 from coordinator.records import Endpoint, decode, endpoint_key
+from coordinator.rehearsal import load_compiled, rehearse
 from coordinator.replica import Replica
 from coordinator.scheduler import serve_term
 from coordinator.store import Store, StoreUnavailable
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Most objects here live long: the collector's defaults would walk all of them again and again.
     gc.set_threshold(50_000, 50, 1_000)
+    if options.role != "both":
+        load_compiled()
     role = {"both": _run_both, "api": _run_api, "scheduler": _run_scheduler}[options.role]
     with suppress(KeyboardInterrupt):
         return asyncio.run(role(options, settings))
@@ -260,11 +264,16 @@ async def _lead(
     metrics: CycleMetrics,
 ) -> None:
     """One term after another, until cancelled; then the term is handed back at once."""
+    memo = Index()
     while True:
-        term = await campaign(store, settings, _identity(options), clock_ms, address=options.listen)
+        standby = asyncio.create_task(rehearse(replica, settings, clock_ms, memo))
+        try:
+            term = await campaign(store, settings, _identity(options), clock_ms, address=options.listen)
+        finally:
+            standby.cancel()
         log.info("leading id=%s", term.token.leadership.id)
         try:
-            await serve_term(term, store, replica, engine, settings, clock_ms, metrics)
+            await serve_term(term, store, replica, engine, settings, clock_ms, metrics, memo)
         except LeadershipLost as lost:
             log.warning("leadership lost: %s", lost)
         except StoreUnavailable as error:

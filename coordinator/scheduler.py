@@ -28,6 +28,7 @@ from coordinator.cycle import Plan, plan_cycle
 from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines import Engine
 from coordinator.fairness import Policy, policy_from
+from coordinator.index import Index
 from coordinator.intents import placement_intent, reason_intent, transition_intent
 from coordinator.launches import Launches
 from coordinator.leader import Term
@@ -60,8 +61,10 @@ class Scheduler:
         policy: Policy,
         clock_ms: Callable[[], int],
         metrics: CycleMetrics,
+        memo: Index,
     ) -> None:
         self._metrics = metrics
+        self._memo = memo
         self._replica = replica
         self._engine = engine
         self._committer = committer
@@ -98,7 +101,7 @@ class Scheduler:
         with phase("settle"):
             transitions = settle(snapshot)
         with phase("plan"):
-            plan = plan_cycle(snapshot, self._policy) if snapshot.waiting_jobs else None
+            plan = plan_cycle(snapshot, self._policy, self._memo) if snapshot.waiting_jobs else None
         self._metrics.observe_plan(snapshot, plan)
         intents = self._settling(transitions, now_ms)
         if plan is not None:
@@ -232,14 +235,17 @@ async def serve_term(
     settings: Settings,
     clock_ms: Callable[[], int],
     metrics: CycleMetrics | None = None,
+    memo: Index | None = None,
 ) -> None:
-    """Leads until the term is over. Raises `LeadershipLost`, `StoreUnavailable`; the caller resigns."""
+    """Leads until the term is over. Raises `LeadershipLost`, `StoreUnavailable`; the caller resigns. `memo` is what
+    a standby has made ready (`rehearse`)."""
     token = term.token
-    metrics = metrics or CycleMetrics()
+    metrics, memo = metrics or CycleMetrics(), memo or Index()
     committer = Committer(
         store, settings, token.leadership, token.lease, token.create_revision, metrics.observe_batch
     )
-    scheduler = Scheduler(replica, engine, committer, settings, policy_from(settings), clock_ms, metrics)
+    policy = policy_from(settings)
+    scheduler = Scheduler(replica, engine, committer, settings, policy, clock_ms, metrics, memo)
     launches = Launches(replica, engine, committer, settings, clock_ms)
     sweep = Sweep(store, replica, engine, committer, settings, clock_ms)
 

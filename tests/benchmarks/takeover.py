@@ -23,6 +23,7 @@ from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.engines.agent import AgentEngine
 from coordinator.etcd_store import EtcdSettings, EtcdStore
+from coordinator.index import Index
 from coordinator.leader import campaign
 from coordinator.model import Allocation, Happening, Job, JobState, Task, TaskPlacement, TaskState
 from coordinator.records import (
@@ -37,6 +38,7 @@ from coordinator.records import (
     report_key,
     task_key,
 )
+from coordinator.rehearsal import load_compiled, rehearse
 from coordinator.replica import Replica
 from coordinator.scheduler import serve_term
 from coordinator.store import Compare, Put, TxnResult, Write
@@ -70,6 +72,7 @@ class FirstCommit(EtcdStore):
 
 async def lead(url: str, warm: bool) -> dict[str, float]:
     """Milliseconds to the first commit of a new leader, and where they went."""
+    load_compiled()
     gc.set_threshold(50_000, 50, 1_000)  # as the coordinator does
     store = FirstCommit(EtcdSettings.from_url(url))
     settings = Settings()
@@ -83,7 +86,11 @@ async def lead(url: str, warm: bool) -> dict[str, float]:
     following = asyncio.create_task(replica.run())
     await replica.ready()
     listed_at = time.monotonic()
+    memo = Index()
     if warm:
+        standby = asyncio.create_task(rehearse(replica, settings, clock_ms, memo))
+        await asyncio.sleep(1)
+        standby.cancel()
         gc.collect()
         gc.freeze()
     term = await campaign(store, settings, "bench", clock_ms)
@@ -115,7 +122,7 @@ async def run(nodes: int, waiting: int, running: int) -> dict[str, int | float |
             await _fill(here.store, here.members[0].host, nodes, waiting, running)
             command = [sys.executable, "-m", "tests.benchmarks.takeover", "--etcd", here.members[0].url]
             answer = await asyncio.to_thread(
-                subprocess.run, [*command, f"--{kind}"], check=True, capture_output=True, text=True
+                subprocess.run, [*command, f"--{kind}"], check=True, stdout=subprocess.PIPE, text=True
             )
             took[kind] = json.loads(answer.stdout.splitlines()[-1])
     return {

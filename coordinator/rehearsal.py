@@ -1,0 +1,87 @@
+"""Plans that are made and dropped, so that the first one that counts is as fast as all others.
+
+Placement runs on compiled code. On a fresh install that is made when it is first used, which takes longer than a lease;
+later it is read from its cache. So a process plans for a made-up cluster before anything depends on its event loop,
+and a standby plans for the real one while it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from coordinator.cluster import Cluster
+from coordinator.config import Settings
+from coordinator.cycle import plan_cycle
+from coordinator.fairness import policy_from
+from coordinator.index import Index
+from coordinator.model import InventorySeen, Job, JobSeen, JobState, ReportSeen, Tenant, TenantSeen
+from coordinator.prices import FEWEST_JOBS, size_prices, with_market
+from coordinator.replica import Replica
+from coordinator.worth import kind_of
+from jobspecs.spec import JobSpec, TaskSpec
+from vgpu.inventory import Gpu, Link, LinkLevel, NodeInventory, NodeReport
+from vgpu.slices import SliceRequest
+
+log = logging.getLogger("serai.rehearsal")
+
+REHEARSE_SECONDS = 5.0
+_CARD_MIB = 80 * 1024
+_ASKED = (
+    SliceRequest(1, 40 * 1024, 500),
+    SliceRequest(1, 10 * 1024, 100),
+    SliceRequest(1),
+    SliceRequest(2),
+    SliceRequest(8),
+    SliceRequest(),
+)
+
+
+def load_compiled() -> None:
+    """Everything that a cycle may call is compiled, or read from its cache, when this comes back."""
+    settings = Settings()
+    cluster, policy, memo = Cluster(settings), policy_from(settings), Index()
+    for name, gpus in (("a", 8), ("b", 8), ("more-than-rows-hold", 9)):
+        cluster.apply(InventorySeen(_inventory(name, gpus)), 0)
+        cluster.apply(ReportSeen(NodeReport(name, 1, 0, ())), 0)
+    cluster.apply(TenantSeen(Tenant("t", 10 * _CARD_MIB)), 0)
+    for number, asked in enumerate(_ASKED):
+        for count in (1, 2):
+            task = TaskSpec(count=count, image="i", gpus=asked)
+            job = Job(f"{count}{number}", JobSpec("n", "t", (task,)), JobState.PENDING, 0, 0)
+            cluster.apply(JobSeen(job, 1), 0)
+    kinds = Counter({kind_of(asked, 1000): FEWEST_JOBS for asked in _ASKED})
+    for _ in ("without prices", "with prices"):
+        plan = plan_cycle(cluster.snapshot(1), policy, memo)
+        for id in plan.waiting:
+            plan.waiting[id]
+        sizes = size_prices(kinds, _CARD_MIB)
+        cluster.worth = with_market(sizes, kinds, *memo.market(sizes)) if sizes else None
+
+
+async def rehearse(replica: Replica, settings: Settings, clock_ms: Callable[[], int], memo: Index) -> None:
+    """What a standby does until it is cancelled: views of nodes and the memo's answers are there when it wins."""
+    policy, seen = policy_from(settings), -1
+    while True:
+        if replica.changes != seen:
+            seen = replica.changes
+            try:
+                plan_cycle(replica.cluster.snapshot(clock_ms()), policy, memo)
+            except Exception:
+                log.exception("a rehearsal failed")  # it decides nothing, and must end nothing
+        await asyncio.sleep(REHEARSE_SECONDS)
+
+
+def _inventory(node: str, count: int) -> NodeInventory:
+    gpus = tuple(
+        Gpu(f"{node}{index}", index, "A100", _CARD_MIB, _CARD_MIB, ("/dev/null",), numa_node=index // 4)
+        for index in range(count)
+    )
+    links = tuple(
+        Link(first.uuid, second.uuid, LinkLevel.PCIE_SWITCH, 12)
+        for first in gpus
+        for second in gpus[first.index + 1 :]
+    )
+    return NodeInventory(node, node, "", gpus, links, 64_000, 512 * 1024)
