@@ -153,7 +153,7 @@ class Room:
         self._look_again()
         if self.stops_borrowing and len(self._usable) < len(self.draft.views):
             rows = {name: _nothing(self.draft.row(name)) for name in self._usable}
-            self._elsewhere = self._copy(rows)
+            self._elsewhere = self._copy(rows, "elsewhere")
         return True
 
     def _could_take(self, view: NodeView, shape: Shape) -> bool:
@@ -163,12 +163,12 @@ class Room:
     def _look_again(self) -> None:
         rows = {name: _lesser(self.draft.row(name), later) for name, later in self._later.items()}
         refused = self._refused.pop(self._rest, set()) if self._rest is not None else set()
-        self._rest = self._copy(rows)
+        self._rest = self._copy(rows, "rest")
         self._refused[self._rest] |= refused
 
-    def _copy(self, rows: dict[str, Row]) -> Draft:
+    def _copy(self, rows: dict[str, Row], purpose: str) -> Draft:
         changed = {holder.node: self.draft.row(holder.node) for holder in self._taken}
-        draft = Draft(self.draft.snapshot, changed | rows)
+        draft = self.draft.beside(changed | rows, purpose)
         self._refused[draft] = set()
         return draft
 
@@ -279,7 +279,7 @@ class _Freeing:
         for holder in self._holders[:count]:
             left[holder.node].remove(holder)
             rows[holder.node] = _freed(rows[holder.node], holder, left[holder.node])
-        spots = place(Draft(self._draft.snapshot, rows), shape, NO_LIMIT)
+        spots = place(self._draft.beside(rows, "later"), shape, NO_LIMIT)
         if spots is None:
             return None
         end_ms = self._holders[count - 1].end_ms if count else self._draft.snapshot.now_ms
