@@ -82,7 +82,7 @@ def ending(
         return _retried(job, reason, NOT_RUN_CODE, settings)
     if job.state is JobState.EVICTING:
         return Ending(JobState.PENDING, job.stop or job.reason)
-    reason = _reason(job, ended)
+    reason = _reason(job, ended, stop_asked_ms)
     if reason.code is ReasonCode.TIME_LIMIT:
         return Ending(JobState.FAILED, reason, TIME_LIMIT_CODE)
     if reason.code in INFRASTRUCTURE:
@@ -125,11 +125,14 @@ def _exit_code(job: Job, ended: list[Task]) -> int | None:
     return max(codes, default=None)
 
 
-def _reason(job: Job, ended: list[Task]) -> Reason:
-    """Why the attempt ended badly: the first task that ended by itself says so, before what we stopped it for."""
+def _reason(job: Job, ended: list[Task], stop_asked_ms: int) -> Reason:
+    """Why the attempt ended badly: the first task that ended by itself says so, before what we stopped it for. What
+    ended badly before the stop was asked for did not end because of it, however late its node said so."""
     own = [task for task in ended if is_bad_end(task) and not _was_stopped(job, task)]
     if job.stop is not None and job.stop.code is not ReasonCode.SIBLING_FAILED:
-        return job.stop
+        own = [task for task in own if task.ended_at_ms is not None and task.ended_at_ms <= stop_asked_ms]
+        if not own:
+            return job.stop
     task = min(own or ended, key=lambda task: (task.ended_at_ms or 0, task.task), default=None)
     if task is None:
         return job.stop or Reason(ReasonCode.LAUNCH_FAILED, detail="the nodes say nothing of it")

@@ -274,6 +274,21 @@ def test_ct3_what_has_ended_does_not_run_into_its_limit_while_its_gpu_is_cleaned
     assert end.after.reason.code is ReasonCode.EXIT_CODE
 
 
+def test_ex2_what_had_failed_before_the_stop_was_asked_for_did_not_end_because_of_it():
+    """Seed 78 of the simulation: its node was slow to say that it had ended with code 3, and its limit came."""
+    w = world(running("j", "n1", [piece("GPU-n1-0")], max_runtime_seconds=60, retries=1))
+    w.see(model.TaskSeen(task(w.live("j"), started_at_ms=START_MS)))
+    w.now = 60
+    [stop] = w.settle()
+    assert stop.after.stop is not None
+    times = {"started_at_ms": START_MS, "ended_at_ms": START_MS + 58_000}
+    w.see(model.TaskSeen(task(w.live("j"), 0, T.EXITED, exit_code=3, **times)))
+    [end] = w.settle()
+    assert (end.after.state, end.after.failures) == (S.PENDING, 1)
+    assert end.after.reason is not None
+    assert end.after.reason.code is ReasonCode.EXIT_CODE
+
+
 def test_ct3_the_time_limit_counts_running_time_over_all_attempts():
     """limit 60 s; ran 40 s before; killed after 20 more seconds of running."""
     w = world(running("j", "n1", [piece("GPU-n1-0")], max_runtime_seconds=60, ran_ms=40_000))
