@@ -39,6 +39,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "coordinator": ("coordinator.cli.cluster:coordinator", "Start a coordinator (API and scheduler)"),
         "agent": ("coordinator.cli.cluster:agent", "Start the agent of this node"),
         "bootstrap": ("coordinator.cli.tokens:bootstrap", "Write the first admin token into etcd"),
+        "backup": ("coordinator.cli.backup:backup", "Write all records of the cluster to a file"),
+        "restore": ("coordinator.cli.backup:restore", "Fill an empty etcd from such a file"),
         "completion": ("coordinator.cli.cluster:completion", "Completion for bash, zsh or fish"),
         "version": ("coordinator.cli.cluster:version", "Versions of this command and of the coordinator"),
     },
