@@ -177,9 +177,16 @@ class Index:
             self._nodes.views[number] = view
             self._touched.discard(number)
             self._read(number, view)
-        for number in self._touched:
-            self._read(number, self._nodes.views[number])
-        self._touched.clear()
+        if self._touched:
+            touched = np.fromiter(self._touched, np.int64, len(self._touched))
+            self._make_room(len(touched))
+            self._logged = k.restore(
+                self._rows, self._base, touched, self._build_table, self._place, self._idle_in,
+                self._log, self._logged,
+            )  # fmt: skip
+            for number in self._touched:
+                self._python_rows.pop(number, None)
+            self._touched.clear()
         return True
 
     def _rebuild(self, snapshot: Snapshot) -> None:
@@ -189,6 +196,8 @@ class Index:
         self._python_rows.clear()
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
+        self._base = np.zeros_like(self._rows)  # as the snapshot has them
+        self._place = np.array(nodes.place, np.int64)
         self._idle_in = np.zeros(len(nodes.places), np.int64)
         self._stamps = np.zeros(len(nodes.views), np.int64)
         self._stamp = 0
@@ -203,6 +212,7 @@ class Index:
 
     def _read(self, number: int, view: NodeView) -> None:
         self._enter_row(number, self._encoded(number, view))
+        self._base[number] = self._rows[number]
         self._python_rows.pop(number, None)
         for constraints, place in self._constraints.items():
             has = view.has_labels(constraints)
@@ -219,7 +229,7 @@ class Index:
     def _idle(self, row: list[int] | Table) -> int:
         """Whole GPUs of a row; those of an odd build are kept in the column of its model instead."""
         if row[k.BUILD] < 0:
-            return int(row[k.ZONE])
+            return int(row[k.ODD_IDLE])
         return int(k.idle_gpus(np.asarray(row, np.int64), self._build_table[int(row[k.BUILD])]))
 
     def _encoded(self, number: int, view: NodeView, known: Row | None = None) -> list[int]:
@@ -266,12 +276,15 @@ class Index:
         return known
 
     def _change(self, number: int) -> None:
-        if self._logged == len(self._log):
-            # Who has not caught up by now looks at everything.
-            self._position = [0 if at == self._logged else -1 for at in self._position]
-            self._logged = 0
+        self._make_room(1)
         self._log[self._logged] = number
         self._logged += 1
+
+    def _make_room(self, entries: int) -> None:
+        """Empties a log that would be too short: who has not caught up by now looks at everything."""
+        if self._logged + entries > len(self._log):
+            self._position = [0 if at == self._logged else -1 for at in self._position]
+            self._logged = 0
 
     # --- the draft ---
 
@@ -301,11 +314,10 @@ class Index:
         self._change(number)
 
     def hold(self, nodes: Iterable[str]) -> None:
-        for node in nodes:
-            number = self._nodes.number[node]
-            self._touched.add(number)
-            self._rows[number, k.STATE] |= k.HELD
-            self._change(number)
+        numbers = np.array([self._nodes.number[node] for node in nodes], np.int64)
+        self._touched.update(numbers.tolist())
+        self._make_room(len(numbers))
+        self._logged = k.hold(self._rows, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:
         """What is left of the node in the draft."""
@@ -376,7 +388,7 @@ class Index:
     def in_order(self, asked: _Asked) -> list[str]:
         """All nodes where it fits, the best one first."""
         keys = self._keys[asked.number]
-        idle = self._idle_in[np.array(self._nodes.place, np.int64)]
+        idle = self._idle_in[self._place]
         order = np.lexsort((self._nodes.name_order, idle, keys))
         return [self._nodes.names[n] for n in order.tolist() if keys[n] >= 0]
 

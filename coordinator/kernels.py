@@ -16,7 +16,7 @@ from numba import njit
 
 GPUS = 8
 # columns of a row
-CPU, MEMORY, STATE, BUILD, COUNT, PLACE, MODEL, ZONE, PIECES = 0, 1, 2, 3, 4, 5, 6, 7, 8
+CPU, MEMORY, STATE, BUILD, COUNT, PLACE, MODEL, ODD_IDLE, PIECES = 0, 1, 2, 3, 4, 5, 6, 7, 8
 WIDTH = PIECES + 3 * GPUS
 HELD = 8  # flag in STATE; below it the state itself, 0 for well
 # columns of a build: memory of each GPU, costs of pairs, cost of each set, what is near each set
@@ -396,6 +396,34 @@ def idle_gpus(row, build):
     for n in range(row[COUNT]):
         idle += _is_idle(row, build, n)
     return idle
+
+
+@njit(cache=True)
+def restore(rows, base, touched, builds, place, idle_in, log, logged):
+    """Undoes what a draft did to the rows; returns how long the log is then."""
+    for node in touched:
+        row = rows[node]
+        is_same = row[BUILD] >= 0
+        for column in range(WIDTH):
+            is_same = is_same and row[column] == base[node, column]
+        if is_same:
+            continue
+        idle_in[place[node]] -= row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
+        for column in range(WIDTH):
+            row[column] = base[node, column]
+        idle_in[place[node]] += row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
+        log[logged] = node
+        logged += 1
+    return logged
+
+
+@njit(cache=True)
+def hold(rows, nodes, log, logged):
+    for node in nodes:
+        rows[node, STATE] |= HELD
+        log[logged] = node
+        logged += 1
+    return logged
 
 
 @njit(cache=True)
