@@ -154,8 +154,13 @@ def bars(rows: Sequence[Row]) -> list[Row]:
         ("makespan / best", _number(mean["serai"], "makespan_hours") / best_span, 1.02),
     ]
     return [
-        {"bar": b, "measured": round(m, 3), "at_most": most, "met": "yes" if m <= most else "NO"}
-        for b, m, most in found
+        {
+            "bar": bar,
+            "measured": f"{figure:.3f}",
+            "at_most": f"{most:g}",
+            "met": "yes" if figure <= most else "NO",
+        }
+        for bar, figure, most in found
     ]
 
 
