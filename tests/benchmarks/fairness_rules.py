@@ -119,10 +119,14 @@ def _classes(pool: Pool) -> list[Class]:
 
 
 def _by_tenant(pool: Pool, use: Callable[[int], float]) -> list[Class]:
-    tenants = sorted(
-        (t for t in pool.tenants if pool.waiting[t]), key=lambda t: (use(t), pool.trace.tenants[t])
-    )
+    """Ties of tenants go to the smaller next job, then to the older."""
+    heads = {t: _head(pool, t) for t in pool.tenants if pool.waiting[t]}
+    tenants = sorted(heads, key=lambda t: (use(t), heads[t][1], pool.oldest(heads[t])))
     return [(t, n) for t in tenants for n, queue in enumerate(pool.queues[t]) if queue.jobs]
+
+
+def _head(pool: Pool, tenant: int) -> Class:
+    return next((tenant, n) for n, queue in enumerate(pool.queues[tenant]) if queue.jobs)
 
 
 REFERENCES: dict[str, Callable[[], _Rules]] = {
