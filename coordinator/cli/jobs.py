@@ -192,16 +192,10 @@ def logs(
             return job_exit(await stay(client, found["id"], show_states=False, show_output=True))
         numbers = [task] if task is not None else [each["task"] for each in found["tasks"]] or [0]
         streams = ("stdout", "stderr") if stream == "both" else (stream,)
+        wanted: dict[str, Any] = {"attempt": attempt, "follow": follow, "tail_bytes": tail_bytes}
         copies = [
             copy_output(
-                client.logs(
-                    found["id"],
-                    task=number,
-                    attempt=attempt,
-                    stream=each,
-                    follow=follow,
-                    tail_bytes=tail_bytes,
-                ),
+                client.logs(found["id"], task=number, stream=each, **wanted),
                 sys.stdout.buffer if each == "stdout" else sys.stderr.buffer,
                 f"[{number}] " if len(numbers) > 1 else "",
             )

@@ -76,29 +76,33 @@ def shaped(*, lists: bool) -> Callable[[F], F]:
             shape = Shape(format=format, sort=sort, filters=filters, no_trunc=no_trunc)
             return function(*args, shape=shape, **rest)
 
-        options = [
-            click.option("-o", "--output", type=click.Choice(FORMATS), default="table", help="Format."),
-            click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
-            click.option("-q", "--quiet", is_flag=True, help="Only ids (or names)."),
-        ]
-        if lists:
-            options += [
-                click.option("--sort", metavar="[-]FIELD", default="", help="Sort by a field of the JSON."),
-                click.option(
-                    "--filter",
-                    "filters",
-                    metavar="FIELD=VALUE",
-                    multiple=True,
-                    help="Also != and ~ (contains).",
-                ),
-                click.option("--no-trunc", is_flag=True, help="Cut nothing."),
-            ]
         decorated: Any = command
-        for option in reversed(options):
+        for option in reversed(_output_options(lists)):
             decorated = option(decorated)
         return connection_options(decorated)  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _output_options(lists: bool) -> list[Callable[[Any], Any]]:
+    options = [
+        click.option("-o", "--output", type=click.Choice(FORMATS), default="table", help="Format."),
+        click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
+        click.option("-q", "--quiet", is_flag=True, help="Only ids (or names)."),
+    ]
+    if lists:
+        options += [
+            click.option("--sort", metavar="[-]FIELD", default="", help="Sort by a field of the JSON."),
+            click.option(
+                "--filter",
+                "filters",
+                metavar="FIELD=VALUE",
+                multiple=True,
+                help="Also != and ~ (contains).",
+            ),
+            click.option("--no-trunc", is_flag=True, help="Cut nothing."),
+        ]
+    return options
 
 
 def connection() -> Connection:

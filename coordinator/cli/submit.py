@@ -107,15 +107,10 @@ def _submit(
             submitted.append(await client.submit(specs[0], idempotency_key=key))
         else:
             submitted.extend(await client.submit(specs, idempotency_key=key))
-        if not stays:
-            return
-        _tell(submitted, shape)
-        tell_detach(submitted[0]["id"])
-        for job in submitted:
-            if timeout is not None:
-                ended.append(await _with_timeout(client, job["id"], timeout, follows))
-            else:
-                ended.append(await stay(client, job["id"], show_states=True, show_output=follows))
+        if stays:
+            _tell(submitted, shape)
+            tell_detach(submitted[0]["id"])
+            ended.extend(await _until_ended(client, submitted, follows, timeout))
 
     try:
         ask(work, retry_seconds=_RETRY_SECONDS)
@@ -124,27 +119,28 @@ def _submit(
             raise
         say(f"\ndetached; `serai logs -f {submitted[0]['id']}` follows again")
         return exits.DETACHED
-    if not stays:
-        _print(submitted, shape)
-        return exits.DONE
-    if shape.is_data:
-        _print(ended, shape)
+    if not stays or shape.is_data:
+        _print(ended if stays else submitted, shape)
     for job in ended:
         if job["state"] != "SUCCEEDED":
             say(f"{job['id']} {job['state']}: {sentence(job['reason'])}")
-    return max(job_exit(job) for job in ended)
+    return max((job_exit(job) for job in ended), default=exits.DONE)
 
 
-async def _with_timeout(client: Client, id: str, timeout: float, follows: bool) -> JobView:
+async def _until_ended(
+    client: Client, jobs: list[JobView], follows: bool, timeout: float | None
+) -> list[JobView]:
+    """Stays with the jobs, one after the other, until all have ended; `timeout` is for all of them."""
     import asyncio
 
     from coordinator.client import WaitedTooLong
 
     try:
         async with asyncio.timeout(timeout):
-            return await stay(client, id, show_states=True, show_output=follows)
+            return [await stay(client, job["id"], show_states=True, show_output=follows) for job in jobs]
     except TimeoutError:
-        raise WaitedTooLong(f"{id} has not ended within {timeout:g} s; it goes on") from None
+        what = jobs[0]["id"] if len(jobs) == 1 else f"{len(jobs)} jobs"
+        raise WaitedTooLong(f"{what} not ended within {timeout:g} s; what lives goes on") from None
 
 
 def read_specs(words: tuple[str, ...], flags: dict[str, Any], tenant: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -90,7 +90,7 @@ async def _until_stopped(folder: Path, once: bool, json_file: str | None, engine
 
 async def _run(folder: Path, once: bool, json_file: str | None, engine: str, runner: str) -> int:
     from coordinator.client import ApiError, Unreachable
-    from coordinator.dev.outcome import document, fairness
+    from coordinator.dev.outcome import document
     from coordinator.dev.parts import PartFailed
     from coordinator.dev.scenario import JOBS, possible
     from coordinator.dev.show import make_show, print_outcomes
@@ -105,26 +105,21 @@ async def _run(folder: Path, once: bool, json_file: str | None, engine: str, run
         show.note(f"left out, since it needs two nodes: {', '.join(left_out)}")
     try:
         await trial.start()
-        show.note(
-            f"{len(options.nodes)} nodes and a coordinator are ready after {time.monotonic() - begin:.1f} s"
-        )
+        show.note(f"{len(options.nodes)} nodes and a coordinator are ready")
         outcomes = await trial.play(jobs)
         show.close()
-        print_outcomes(outcomes)
         found = document(outcomes, seconds=time.monotonic() - begin, engine=engine, left_out=left_out)
+        print_outcomes(outcomes)
+        click.echo(_verdict(found))
         if json_file:
             Path(json_file).write_text(json.dumps(found, indent=2) + "\n")
-        if seen := fairness(outcomes):
-            click.echo(f"Fair: {seen}.")
-        click.echo(f"{_verdict(found)} in {found['seconds']} s.")
         if not once:
             _write_env(folder, trial.address, trial.tokens)
             click.echo("\n" + _STARTED.format(address=trial.address, folder=folder))
             await trial.stay()
         return exits.DONE if found["ok"] else exits.FAILED
     except PartFailed as error:
-        if error.log:
-            click.echo(error.log, err=True)
+        click.echo(error.log, err=True)
         raise Stop(exits.FAILED, str(error)) from error
     except (ApiError, Unreachable):
         click.echo(trial.last_log_lines(), err=True)
@@ -160,14 +155,15 @@ async def _options(folder: Path, engine: str, runner: str) -> Options:
     )
 
 
-def _verdict(found: dict[str, object]) -> str:
+def _verdict(found: dict[str, Any]) -> str:
+    """The last words: what was seen of fairness, and whether all ended as they should."""
     jobs = found["jobs"]
-    if not isinstance(jobs, list):
-        raise TypeError("jobs is a list")
     wrong = [job["name"] for job in jobs if not job["as_wanted"]]
+    end = f"All {len(jobs)} jobs ended as they should"
     if wrong:
-        return f"{len(wrong)} of {len(jobs)} jobs did not end as they should ({', '.join(wrong)})"
-    return f"All {len(jobs)} jobs ended as they should"
+        end = f"{len(wrong)} of {len(jobs)} jobs did not end as they should ({', '.join(wrong)})"
+    fair = f"Fair: {found['fairness']}.\n" if found["fairness"] else ""
+    return f"{fair}{end} in {found['seconds']} s."
 
 
 def _write_env(folder: Path, address: str, tokens: dict[str, str]) -> None:

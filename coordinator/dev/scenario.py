@@ -1,7 +1,7 @@
 """What the trial shows: three nodes, two tenants, and jobs with the end that each of them should come to.
 
 The point to see: `vision` comes first and takes the whole big node, more than its quota, since nobody else wants it.
-Then `speech` comes, and waits. As soon as cards come free the tenant with the highest priority goes first (space share
+Then `speech` comes, and waits. As soon as four cards come free the tenant with the highest priority goes first (space share
 less time share, see `coordinator.fairness`), so a training of speech starts before vision's third one, although that was
 submitted earlier. The gang waits until twelve cards are free at once. One job can never run and is refused at submit,
 and one fails as it should.
@@ -9,6 +9,7 @@ and one fails as it should.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -50,13 +51,15 @@ class Wanted:
 
 @frozen
 class TrialJob:
-    """An example file, under a name of its own. `gpus` is how many cards it needs, `round` when it is submitted."""
+    """An example file, under a name of its own. `gpus` is how many cards it needs, `round` when it is submitted,
+    `seconds` how long it sleeps instead of what the file says."""
 
     file: str
     tenant: str
     name: str
     round: int = 1
     gpus: int = 1
+    seconds: int | None = None
     wanted: Wanted = field(factory=Wanted)
 
 
@@ -70,7 +73,7 @@ TENANTS = (TrialTenant("speech", "360GiB"), TrialTenant("vision", "400GiB"))
 _REFUSED = Wanted("REFUSED", None, "slice_larger_than_any_gpu")
 JOBS = (
     TrialJob("several-gpus.yaml", "vision", "train-a", gpus=4),
-    TrialJob("several-gpus.yaml", "vision", "train-b", gpus=4),
+    TrialJob("several-gpus.yaml", "vision", "train-b", gpus=4, seconds=6),
     TrialJob("several-gpus.yaml", "vision", "train-c", round=2, gpus=4),
     TrialJob("whole-gpu.yaml", "vision", "notebook", round=2),
     TrialJob("fraction.yaml", "vision", "label-images", round=2),
@@ -92,6 +95,8 @@ def spec_of(job: TrialJob) -> dict[str, Any]:
     spec = parse_yaml(text)
     if not isinstance(spec, dict):
         raise TypeError(f"{job.file} is not a mapping")
+    if job.seconds is not None:
+        spec["command"] = [re.sub(r"sleep \d+", f"sleep {job.seconds}", word) for word in spec["command"]]
     return {**spec, "name": job.name, "tenant": job.tenant}
 
 

@@ -369,6 +369,16 @@ def test_run_shows_the_output_and_exits_with_the_code(api: FakeApi, run: Run) ->
     assert "oops" in found.stderr
 
 
+def test_submit_with_wait_and_timeout(api: FakeApi, run: Run) -> None:
+    api.on("POST", "/v1/jobs", (201, job(ID)))
+    api.on("GET", f"/v1/jobs/{ID}", job(ID))
+    assert run("submit", "--image", "x:1", "--wait", "--timeout", "300ms").exit_code == 7
+    api.on("GET", f"/v1/jobs/{ID}", ended(ID, "FAILED", 9))
+    found = run("submit", "--image", "x:1", "--wait", "--json")
+    assert found.exit_code == 9
+    assert json.loads(found.stdout)["state"] == "FAILED"
+
+
 def test_the_output_of_several_tasks_is_told_apart(api: FakeApi, run: Run) -> None:
     async def logs(request):  # type: ignore[no-untyped-def]
         from aiohttp import web

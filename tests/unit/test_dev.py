@@ -235,3 +235,10 @@ def test_each_usable_nomad_node_gets_simulated_gpus() -> None:
     nodes, ids = as_trial_nodes(listed)
     assert ids == {"worker-b": "id-2", "worker-a": "ffff6666-0000", "worker-a-id-1": "id-1"}
     assert {node.gpus for node in nodes} == {node.gpus for node in NODES}
+
+
+def test_a_job_may_sleep_longer_than_its_file_says() -> None:
+    """Two trainings that ended at once would hide whose turn came first."""
+    specs = {trial.name: " ".join(scenario.spec_of(trial)["command"]) for trial in JOBS}
+    assert "sleep 4" in specs["train-a"]
+    assert "sleep 6" in specs["train-b"]
