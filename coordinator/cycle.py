@@ -126,6 +126,9 @@ class _Cycle:
                 heapq.heappop(turns)
                 continue
             shape, job = head
+            if room.is_refused(shape):
+                self.queues[tenant].refuse()
+                continue
             is_owed = not room.stops_borrowing or self._is_owed(tenant, shape)
             draft = room.open_to(job, is_owed)
             if self._serve(shape, job, draft):

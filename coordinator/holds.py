@@ -17,8 +17,10 @@ less busy.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
@@ -26,7 +28,7 @@ from coordinator.fairness import Policy
 from coordinator.fit import Fit, after
 from coordinator.gangs import NO_LIMIT, place
 from coordinator.model import Job, TaskPlacement
-from coordinator.nodes import NodeView, Piece, Row
+from coordinator.nodes import NodeBuild, NodeView, Piece, Row
 from coordinator.placement import Draft, Spot, wait_reason
 from coordinator.queues import is_overdue
 from coordinator.snapshot import Shape, Snapshot
@@ -130,11 +132,16 @@ class Room:
         """Reserves for the job what frees soonest. False where the nodes that are up could not take it even when
         empty, so that it holds nothing from anybody; and where nobody knows when it would be free and it has waited
         so long for that already that the others were kept off long enough."""
-        self._usable = frozenset(
-            name
-            for name, view in self.draft.views.items()
-            if self.draft.gate(name, shape.constraints) is None and self._could_take(view, shape)
-        )
+        could_take: dict[NodeBuild, bool] = {}
+        usable = []
+        for name, view in self.draft.views.items():
+            if self.draft.gate(name, shape.constraints) is None:
+                build = view.row.build
+                if build not in could_take:
+                    could_take[build] = self._could_take(view.full_row, shape)
+                if could_take[build]:
+                    usable.append(name)
+        self._usable = frozenset(usable)
         found = _Freeing(self.draft, self._holders()).soonest(shape)
         waited_ms = self._now_ms - job.queued_at_ms
         if found is None or (found[1] >= _UNKNOWN_MS and waited_ms >= 1000 * self._policy.hold_seconds):
@@ -152,12 +159,11 @@ class Room:
         )
         self._look_again()
         if self.stops_borrowing and len(self._usable) < len(self.draft.views):
-            rows = {name: _nothing(self.draft.row(name)) for name in self._usable}
-            self._elsewhere = self._copy(rows, "elsewhere")
+            self._elsewhere = self._copy({}, "elsewhere")
+            self._elsewhere.hold(self._usable)
         return True
 
-    def _could_take(self, view: NodeView, shape: Shape) -> bool:
-        row = view.full_row
+    def _could_take(self, row: Row, shape: Shape) -> bool:
         return any(isinstance(self.draft.fit(task, row), Fit) for task in shape.tasks if task.count)
 
     def _look_again(self) -> None:
@@ -173,21 +179,11 @@ class Room:
         return draft
 
     def _holders(self) -> list[_Holder]:
-        """What holds slices of the nodes that the job could use, in the order in which it is expected to end."""
+        """What holds slices of the nodes that the job could use, in no order."""
         found = [holder for holder in self._taken if holder.node in self._usable]
         for name in self._usable:
-            view = self.draft.views[name]
-            places = {gpu.gpu.uuid: n for n, gpu in enumerate(view.gpus)}
-            busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
-            for use in view.uses:
-                pieces = tuple(
-                    _Held(places[piece.gpu], piece.memory_mib, piece.compute_milli, piece.isolation)
-                    for piece in use.placement.slices
-                    if piece.gpu in places
-                )
-                size = use.placement.cpu_milli, use.placement.memory_mib
-                found.append(_Holder(self._end_ms(use.job), busy_milli, name, use.attempt_key, pieces, *size))
-        return sorted(found, key=lambda holder: holder[:4])
+            found += [_Holder(self._end_ms(job), *holder) for job, holder in _held_of(self.draft.views[name])]
+        return found
 
     def _end_ms(self, job: Job) -> int:
         """When a job that holds slices, or starts now, is over at the latest."""
@@ -229,13 +225,37 @@ def _holder_of(spot: Spot, draft: Draft, end_ms: int) -> _Holder:
     return _Holder(end_ms, 0, spot.node, f"{spot.number}", pieces, spot.task.cpu_milli, spot.task.memory_mib)
 
 
+_Rest = tuple[int, str, str, tuple[_Held, ...], int, int]
+# By view: a node that nothing happened to is not looked through again in each cycle.
+_HELD: WeakKeyDictionary[NodeView, tuple[tuple[Job, _Rest], ...]] = WeakKeyDictionary()
+
+
+def _held_of(view: NodeView) -> tuple[tuple[Job, _Rest], ...]:
+    """Who holds something of a node, and what a `_Holder` says of it beside its end."""
+    known = _HELD.get(view)
+    if known is None:
+        places = {gpu.gpu.uuid: n for n, gpu in enumerate(view.gpus)}
+        busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
+        held = []
+        for use in view.uses:
+            pieces = tuple(
+                _Held(places[piece.gpu], piece.memory_mib, piece.compute_milli, piece.isolation)
+                for piece in use.placement.slices
+                if piece.gpu in places
+            )
+            size = use.placement.cpu_milli, use.placement.memory_mib
+            held.append((use.job, (busy_milli, view.name, use.attempt_key, pieces, *size)))
+        known = _HELD[view] = tuple(held)
+    return known
+
+
 Found = tuple[tuple[Spot, ...], int, dict[str, Row]]
 
 
 class _Freeing:
     """The nodes as they become free, holder after holder."""
 
-    def __init__(self, draft: Draft, holders: Sequence[_Holder]) -> None:
+    def __init__(self, draft: Draft, holders: list[_Holder]) -> None:
         self._draft = draft
         self._holders = holders
 
@@ -249,7 +269,10 @@ class _Freeing:
         task = next(task for task in shape.tasks if task.count)
         left = _by_node(self._holders)
         rows: dict[str, Row] = {}
-        for holder in self._holders:
+        ending = list(self._holders)
+        heapq.heapify(ending)
+        while ending:
+            holder = heapq.heappop(ending)
             left[holder.node].remove(holder)
             row = _freed(rows.get(holder.node) or self._draft.row(holder.node), holder, left[holder.node])
             rows[holder.node] = row
@@ -260,6 +283,7 @@ class _Freeing:
 
     def _of_gang(self, shape: Shape) -> Found | None:
         """The fewest holders that must end, by halving: what fits when some have ended fits when more have."""
+        self._holders.sort()
         low, high = 0, len(self._holders)
         best = self._after(high, shape)
         if best is None:
@@ -324,10 +348,6 @@ def _lesser(now: Row, later: Row) -> Row:
         max(0, min(now.memory_mib, later.memory_mib)),
         pieces,
     )
-
-
-def _nothing(row: Row) -> Row:
-    return Row(row.build, 0, 0, tuple(Piece(0, 0, (), False) for _ in row.pieces))
 
 
 def waits_for(reservation: Reservation, snapshot: Snapshot) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from attrs import field, frozen
@@ -184,7 +185,7 @@ class NodeView:
     def topology(self) -> NodeTopology:
         return self.row.build.topology
 
-    @property
+    @cached_property
     def full_row(self) -> Row:
         """The node as it would be with nobody on it and everything on it well."""
         build = self.row.build
