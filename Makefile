@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint check bench bench-fairness format lock protos services clean
+.PHONY: demo test lint check bench bench-fairness format lock protos services clean simulate
 
 $(READY): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Serai needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
@@ -40,6 +40,11 @@ bench: $(READY)
 
 bench-fairness: $(READY)  ## what tenants are owed and get, on public traces; TRACES=FOLDER takes all three (tests/benchmarks/data/README.md)
 	$(BIN)/python -m tests.benchmarks.fairness $(if $(TRACES),--traces $(TRACES))
+
+SEEDS ?= 300
+FROM  ?= 0
+simulate: $(READY)  ## the whole system on one virtual clock with faults at every step: SEEDS=N FROM=S, writes build/bench/simulate.json
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -30,6 +30,8 @@ from tests.simulation.store import Applied, Server
 from vgpu.reasons import ReasonCode
 
 FULL_CHECK_EACH = 12
+# Clocks may differ so much, and then limits of running time are off by as much.
+CLOCK_SLACK_SECONDS = 2.5
 
 
 class Violation(AssertionError):
@@ -50,6 +52,7 @@ class Checks:
         self.machines = machines
         self.cluster = Cluster(settings, keep_done=True)
         self.failure: Violation | None = None
+        self.clocks_agree = True
         self.acknowledged: dict[str, str] = {}  # job -> what was acknowledged last: submit or cancel
         self.never: set[str] = set()  # jobs whose submit was refused for certain
         self.jobs: dict[str, Job] = {}
@@ -58,6 +61,8 @@ class Checks:
         self.grants: set[tuple[str, str, int]] = set()
         self.exits: dict[TaskKey, int | None] = {}
         self.starts: dict[TaskKey, int] = defaultdict(int)
+        self.ran_seconds: dict[tuple[str, int], float] = {}
+        self._started_at: dict[tuple[str, int], float] = {}
         self.given_up: dict[tuple[str, int], set[str]] = {}
         self.coordinators: dict[Process, str] = {}
         self.last_heard: dict[str, float] = {}
@@ -162,6 +167,7 @@ class Checks:
             if job.state.is_final and before.allocation is not None:
                 self._check_attempt_over(before, job)
                 self._check_end(before, job)
+                self._check_time_limit(before, job)
         self.jobs[id] = job
         if job.allocation is not None:
             self.allocations[id, job.attempt] = job.allocation
@@ -187,7 +193,12 @@ class Checks:
             key = TaskKey(before.id, before.attempt, placed.task)
             alive = [box for box in machine.running() if box.key == key]
             hold(not alive, f"{key} runs on {placed.node} and its slices were freed")
-            ghosts = [pid for pid, (ghost, _, _) in machine.ghosts.items() if ghost == key]
+            # Nothing can be seen of a GPU that has fallen off the bus; nobody gets it before it can be.
+            ghosts = [
+                pid
+                for pid, (ghost, gpu, _) in machine.ghosts.items()
+                if ghost == key and gpu not in machine.lost_gpus
+            ]
             hold(
                 not ghosts or self.settings.engine == "nomad",
                 f"{key} is on its GPU and its slices were freed",
@@ -208,6 +219,22 @@ class Checks:
                 any(self.exits.get(key) not in (0, None) for key in keys),
                 f"{after.id} FAILED and no task of it did",
             )
+
+    def _check_time_limit(self, before: Job, after: Job) -> None:
+        """CT-3: a job ends at its limit of running time, and waiting is not running."""
+        limit = before.spec.max_runtime_seconds
+        if (
+            after.reason is None
+            or after.reason.code is not ReasonCode.TIME_LIMIT
+            or limit is None
+            or not self.clocks_agree
+        ):
+            return
+        ran = sum(self.ran_seconds.get((after.id, attempt), 0.0) for attempt in range(1, after.attempt + 1))
+        hold(
+            ran >= limit - CLOCK_SLACK_SECONDS,
+            f"{after.id} ran {ran:.1f} s and was ended at its limit of {limit} s",
+        )
 
     def _task(self, task: Task) -> None:
         self.tell(
@@ -255,6 +282,7 @@ class Checks:
         self.tell(f"{machine.name} starts {box.key} ({box.id})")
         try:
             self.starts[box.key] += 1
+            self._started_at.setdefault((box.key.job, box.key.attempt), self.loop.time())
             hold(self.starts[box.key] == 1, f"{box.key} was started twice")
             self._check_alone(machine, box)
             self._check_gpus(machine)
@@ -264,6 +292,8 @@ class Checks:
     def box_ended(self, machine: Machine, box: Box) -> None:
         self.tell(f"{machine.name} ends {box.key} ({box.id}) code={box.exit_code}")
         self.exits[box.key] = box.exit_code
+        attempt = (box.key.job, box.key.attempt)
+        self.ran_seconds[attempt] = self.loop.time() - self._started_at[attempt]
         self.on_end(box)
 
     def _check_alone(self, machine: Machine, box: Box) -> None:
@@ -339,9 +369,7 @@ def _lost_nodes(job: Job, attempt: int) -> set[str]:
     return {
         node
         for happening in job.history
-        if happening.attempt == attempt
-        and happening.reason is not None
-        and happening.reason.code is ReasonCode.NODE_LOST
+        if happening.attempt == attempt and happening.state is JobState.LOST and happening.reason is not None
         for node in happening.reason.subjects
     }
 

@@ -19,6 +19,8 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from coordinator.clock import SteadyClock
+
 
 class Life(enum.Enum):
     RUNNING = "running"
@@ -27,12 +29,11 @@ class Life(enum.Enum):
 
 
 class Process:
-    """`skew_ms` is how far its wall clock is off. `ended` tells the world that its main task came to an end by itself."""
+    """`skew_ms` says how far the wall clock of its machine is off. `clock_ms` is what the real processes have."""
 
-    def __init__(self, loop: VirtualLoop, name: str, skew_ms: int = 0) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, skew_ms: Callable[[], int]) -> None:
         self.name = name
         self.life = Life.RUNNING
-        self.skew_ms = skew_ms
         self.is_cut = False
         self.is_stopping = False
         self.main: asyncio.Task[Any] | None = None
@@ -40,12 +41,12 @@ class Process:
         self._parked: list[asyncio.Handle] = []
         self._context = contextvars.Context()
         self._context.run(_PROCESS.set, self)
+        self.clock_ms = SteadyClock(
+            lambda: (loop.wall_ms() + skew_ms()) * 1_000_000, lambda: int(loop.time() * 1_000_000_000)
+        )
 
     def __repr__(self) -> str:
         return self.name
-
-    def clock_ms(self) -> int:
-        return self._loop.wall_ms() + self.skew_ms
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self._context.copy())

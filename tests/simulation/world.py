@@ -74,8 +74,15 @@ class World:
         self.api: Api | None = None
         self.submitted: dict[str, str] = {}  # job -> tenant
         self.open_wishes = len(scenario.wishes)
+        skews_ms = (0, 0, 400, -1500) if self.random.random() < 0.7 else (0, 300_000, -300_000)
+        self.skews_ms: dict[str, int] = {}
+        for name in ("api", *(f"c{number + 1}" for number in range(scenario.coordinators)), *self.machines):
+            self.skews_ms[name] = self.random.choice(skews_ms)
+        steps = any(fault.kind == "clock_step" for fault in scenario.faults)
+        self.checks.clocks_agree = not steps and all(abs(ms) < 2_000 for ms in self.skews_ms.values())
+        for name, machine in self.machines.items():
+            machine.skew_ms = self.skews_ms[name]
         self._incarnations: Counter[str] = Counter()
-        self._down_until: dict[str, float] = {}
 
     # --- what happens to a call ------------------------------------------------------------------------------------
 
@@ -121,8 +128,7 @@ class World:
             return
         forget_dead(self.server)
         self._incarnations[name] += 1
-        skew_ms = self.random.choice((0, 0, -700, 300))
-        process = Process(self.loop, name, skew_ms)
+        process = Process(self.loop, name, lambda: self.skews_ms[name])
         self.processes[name] = process
         store = controlled(Client(self.server, process, self), name, self.control)
         if name.startswith("c"):
@@ -482,7 +488,10 @@ class World:
         cut_watches(self.server, self.processes[self._of(sorted(self.processes), fault)], fault.seconds)
 
     def _clock_step(self, fault: Fault) -> None:
-        self.processes[self._of(sorted(self.processes), fault)].skew_ms += fault.value
+        name = self._of(sorted(self.skews_ms), fault)
+        self.skews_ms[name] += fault.value
+        if name in self.machines:
+            self.machines[name].skew_ms = self.skews_ms[name]
 
     def _cordon(self, fault: Fault) -> None:
         name = self._node(fault).name

@@ -1,0 +1,138 @@
+"""Plays seeds of the simulation and writes down what was found.
+
+    python -m tests.simulation --seeds 300 --from 0      plays them, writes build/bench/simulate.json
+    python -m tests.simulation --seed 60 --story         plays one and tells it
+    python -m tests.simulation --seed 60 --control fence-off
+
+A seed gives the same run each time: the process starts itself again with a fixed PYTHONHASHSEED, since the order of
+sets of strings depends on it. Exit code 1 when a promise was broken, or a control was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.simulation.controls import Control
+from tests.simulation.scenario import draw
+from tests.simulation.seeds import Chunk, play_span
+from tests.simulation.shrink import Cut, shrunk
+from tests.simulation.world import play
+
+CHUNK = 10
+SHRINK_SECONDS = 60.0
+SHRUNK_AT_MOST = 5
+CONTROL_SEEDS = 600
+RESULT = Path("build/bench/simulate.json")
+
+
+def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
+    options = _options()
+    if options.seed is not None:
+        return _one(options)
+    began = time.monotonic()
+    chunks = list(_play_all(options.first, options.seeds, options.workers))
+    failures = [failure for chunk in chunks for failure in chunk.failures]
+    shown = [_shown(seed, text) for seed, text in failures[:SHRUNK_AT_MOST]]
+    shown += [{"seed": seed, "violation": text} for seed, text in failures[SHRUNK_AT_MOST:]]
+    wanted = (
+        [Control(options.only_control)] if options.only_control else list(Control) if options.controls else []
+    )
+    controls = [_control(control, options.control_seeds) for control in wanted]
+    faults: Counter[str] = Counter()
+    for chunk in chunks:
+        faults += chunk.faults
+    result = {
+        "seeds": options.seeds,
+        "from": options.first,
+        "steps": sum(chunk.steps for chunk in chunks),
+        "jobs": sum(chunk.jobs for chunk in chunks),
+        "virtual_seconds": round(sum(chunk.virtual_seconds for chunk in chunks)),
+        "faults": dict(sorted(faults.items())),
+        "failures": shown,
+        "controls": controls,
+        "seconds": round(time.monotonic() - began, 1),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{options.seeds} seeds, {len(failures)} failures, {result['seconds']} s, see {options.output}")
+    return 1 if failures or any(control["found_at_seed"] is None for control in controls) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    parser.add_argument("--seeds", type=int, default=300)
+    parser.add_argument("--from", dest="first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--controls", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--only-control", choices=[control.value for control in Control])
+    parser.add_argument("--control-seeds", type=int, default=CONTROL_SEEDS)
+    parser.add_argument("--seed", type=int, help="play this one only")
+    parser.add_argument("--story", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--control", choices=[control.value for control in Control])
+    for name in ("jobs", "faults", "odds"):
+        parser.add_argument(f"--without-{name}", default="")
+    return parser.parse_args()
+
+
+def _one(options: argparse.Namespace) -> int:
+    control = Control(options.control) if options.control else None
+    numbers = {name: _numbers(getattr(options, f"without_{name}")) for name in ("jobs", "faults")}
+    cut = Cut(numbers["jobs"], numbers["faults"], frozenset(filter(None, options.without_odds.split(","))))
+    scenario = cut.of(draw(options.seed))
+    result = play(scenario, control)
+    if options.story:
+        print("\n".join(result.story))
+    print(f"seed {options.seed}: {result.failure or 'every promise was kept'}")
+    if result.failure and options.shrink:
+        smaller, _ = shrunk(draw(options.seed), result.failure, control, SHRINK_SECONDS)
+        print(f"python -m tests.simulation --seed {options.seed}{smaller.options()} --story")
+    return 1 if result.failure else 0
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(word) for word in text.split(",") if word)
+
+
+def _play_all(first: int, seeds: int, workers: int) -> Iterator[Chunk]:
+    spans = [(start, min(start + CHUNK, first + seeds)) for start in range(first, first + seeds, CHUNK)]
+    if workers <= 1:
+        yield from map(play_span, spans)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(play_span, spans)
+
+
+def _shown(seed: int, violation: str) -> dict[str, object]:
+    cut, result = shrunk(draw(seed), violation, None, SHRINK_SECONDS)
+    command = f"python -m tests.simulation --seed {seed}{cut.options()} --story"
+    print(f"seed {seed}, made smaller: {command}", flush=True)
+    return {"seed": seed, "violation": violation, "replay": command, "story": result.story[-60:]}
+
+
+def _control(control: Control, seeds: int) -> dict[str, object]:
+    """The first seed at which the missing safeguard is noticed."""
+    for seed in range(seeds):
+        result = play(draw(seed), control)
+        if result.failure:
+            return {"control": control.value, "found_at_seed": seed, "violation": result.failure}
+    return {"control": control.value, "found_at_seed": None, "seeds": seeds}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
