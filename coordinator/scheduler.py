@@ -41,8 +41,9 @@ from jobspecs.render import grants_for
 
 log = logging.getLogger("serai.scheduler")
 
-# Arrivals of one burst share a cycle. Short beside a commit (some 2 ms), so nobody notices it at low load.
-DEBOUNCE_SECONDS = 0.002
+# The first arrival after a pause is planned at once. Under load cycles begin no nearer than this to each other, so that
+# what arrives meanwhile shares a plan and a transaction: a cycle has a price of its own, whatever it decides.
+CYCLE_SECONDS = 0.015
 # Waiting reasons are written for people who read etcd; the API computes them. So few at a time.
 REASONS_LOOKED_AT = 64
 REASONS_EVERY_MS = 1_000
@@ -78,7 +79,11 @@ class Scheduler:
 
     async def run(self) -> None:
         """Raises `LeadershipLost`."""
+        loop = asyncio.get_running_loop()
+        next_at = 0.0
         while True:
+            await asyncio.sleep(max(0.0, next_at - loop.time()))
+            next_at = loop.time() + CYCLE_SECONDS
             try:
                 again = await self.turn()
             except StoreUnavailable as error:
@@ -144,7 +149,6 @@ class Scheduler:
             except TimeoutError:
                 self._seen = None
                 return
-        await asyncio.sleep(DEBOUNCE_SECONDS)
 
     @property
     def _reasons_due_ms(self) -> int | None:

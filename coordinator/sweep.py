@@ -4,6 +4,7 @@
                  older than the grace period (RR-6); task records and grants whose job is not live any more
     usage        the hour records of each tenant, so that a new leader knows the past
     retention    done/ and idempotency/ records past their time
+    excess       done/ records beyond the number that is kept
     compaction   of etcd's history, never nearer to the head than a slow watcher may be behind
 
 Each round is small and bounded, so that it never holds up a cycle.
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from coordinator.commit import Committer
 from coordinator.config import Settings
 from coordinator.engines import Engine, EngineUnavailable
-from coordinator.model import Job
+from coordinator.model import Event, Job
 from coordinator.records import (
     DONE,
     GRANTS,
@@ -31,13 +33,13 @@ from coordinator.records import (
     usage_key,
 )
 from coordinator.replica import Replica
-from coordinator.store import Delete, KeyValue, Put, Store, StoreUnavailable, unchanged
+from coordinator.store import Change, Delete, KeyValue, Put, Store, StoreUnavailable, unchanged
 
 log = logging.getLogger("serai.sweep")
 
 FIRST_ROUND_SECONDS = 1  # the first cycles of a term go first
 ROUND_SECONDS = 10
-ROUNDS_PER_SLOW_ROUND = 6
+SLOW_ROUND_SECONDS = 60
 PAGE = 500
 DELETIONS_PER_TRANSACTION = 100
 
@@ -64,22 +66,33 @@ class Sweep:
         self._stale_seen: set[str] = set()
         self._cursors: dict[str, str] = {}
         self._heads: list[tuple[int, int]] = []  # (at_ms, revision), oldest first
+        self._done: deque[str] = deque()  # keys of ended jobs, some of which may have gone by other ways
 
     async def run(self) -> None:
-        rounds = 0
-        await asyncio.sleep(FIRST_ROUND_SECONDS)
-        while True:
-            try:
-                await self.orphans()
-                await self.stale_records()
-                if rounds % ROUNDS_PER_SLOW_ROUND == 0:
-                    await self.usage()
-                    await self.retention()
-                    await self.compaction()
-            except (StoreUnavailable, EngineUnavailable) as error:
-                log.warning("sweep put off: %s", error)
-            rounds += 1
-            await asyncio.sleep(ROUND_SECONDS)
+        chores = (
+            (ROUND_SECONDS, self.orphans),
+            (ROUND_SECONDS, self.stale_records),
+            (ROUND_SECONDS, self.excess),
+            (SLOW_ROUND_SECONDS, self.usage),
+            (SLOW_ROUND_SECONDS, self.retention),
+            (self._settings.compact_every_seconds, self.compaction),
+        )
+        loop = asyncio.get_running_loop()
+        due_at = [loop.time() + FIRST_ROUND_SECONDS] * len(chores)
+        stop_listening = self._replica.listen(self._on_change, lambda revision: self._find_done())
+        try:
+            self._find_done()
+            while True:
+                number = due_at.index(min(due_at))
+                await asyncio.sleep(max(0.0, due_at[number] - loop.time()))
+                period_seconds, chore = chores[number]
+                try:
+                    await chore()
+                except (StoreUnavailable, EngineUnavailable) as error:
+                    log.warning("sweep put off: %s", error)
+                due_at[number] = loop.time() + period_seconds
+        finally:
+            stop_listening()
 
     async def orphans(self) -> None:
         """Stops attempts of the engine that no live job stands for."""
@@ -115,6 +128,24 @@ class Sweep:
         keys_before = now_ms - self._settings.idempotency_seconds * 1000
         await self._expire(DONE, lambda value: (decode(Job, value).ended_at_ms or 0) < done_before)
         await self._expire(IDEMPOTENCY, lambda value: decode(Idempotency, value).at_ms < keys_before)
+
+    async def excess(self) -> None:
+        """Ended jobs beyond the number that is kept go, the oldest first: under a steady load their time would come
+        much too late for the store."""
+        keys = self._replica.key_values
+        while len(self._done) > self._settings.done_retention_jobs:
+            over = len(self._done) - self._settings.done_retention_jobs
+            taken = [self._done.popleft() for _ in range(min(over, DELETIONS_PER_TRANSACTION))]
+            await self._delete([keys[key] for key in taken if key in keys])
+
+    def _find_done(self) -> None:
+        # Ids sort by the time of submission, which is near enough to the order of ends.
+        self._done = deque(sorted(key for key in self._replica.key_values if key.startswith(DONE)))
+
+    def _on_change(self, change: Change, event: Event | None) -> None:
+        item = change.item
+        if item.key.startswith(DONE) and not change.deleted and item.create_revision == item.mod_revision:
+            self._done.append(item.key)
 
     async def compaction(self) -> None:
         """Compacts to the newest revision that is both old enough and far enough behind: a watcher that is cut off

@@ -19,7 +19,7 @@ from typing import Any
 
 from attrs import frozen
 
-from tests.benchmarks import record, takeover
+from tests.benchmarks import growth, record, takeover
 from tests.benchmarks.load import bodies
 from tests.benchmarks.record import Row
 from tests.benchmarks.world import TENANTS, World, world
@@ -79,7 +79,7 @@ MODES: Mapping[str, Mode] = {
     "batch-3": Mode("batch", members=3),
     "single-3": Mode("single", members=3),
 }
-OTHERS = ("takeover",)
+OTHERS = ("takeover", "growth")
 
 
 async def run(mode: Mode, jobs: int, nodes: int, agents: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +96,9 @@ async def run(mode: Mode, jobs: int, nodes: int, agents: Sequence[str]) -> dict[
             await load.as_fast_as_it_goes(requests)
         seen = await here.agents_done(PATIENCE_SECONDS)
         used = {name: value - before[name] for name, value in here.cpu_seconds().items()}
-        cycles = {series: value - cycles.get(series, 0) for series, value in (await here.metrics("leader")).items()}
+        cycles = {
+            series: value - cycles.get(series, 0) for series, value in (await here.metrics("leader")).items()
+        }
         await _check(here, mode, jobs, seen)
     times = seen["running" if mode.until == "running" else "ended"]
     sent, answered = load.result.sent, load.result.answered
@@ -159,10 +161,12 @@ def main() -> None:
         for number in range(options.runs):
             if name == "takeover":
                 rounds.append(asyncio.run(takeover.run(options.nodes, options.waiting, options.running)))
+            elif name == "growth":
+                rounds.append(asyncio.run(growth.run(options.nodes, agents, options.growth_seconds)))
             else:
                 rounds.append(asyncio.run(run(MODES[name], options.jobs, options.nodes, agents)))
             print(f"{name} {number + 1}/{options.runs}: {rounds[-1]}", flush=True)
-        rows.append(takeover.best(rounds) if name == "takeover" else best(rounds))
+        rows.append({"takeover": takeover.best, "growth": growth.best}.get(name, best)(rounds))
         about = record.machine("grpcio", "protobuf", "aiohttp", "msgspec")
         about["etcd"] = record.program_version(find_etcd() or "etcd")
         path = record.write("e2e", rows, about | {"runs": options.runs, "load_1m": os.getloadavg()[0]})
@@ -171,6 +175,9 @@ def main() -> None:
     if taken := [row for row in rows if "cold_ms" in row]:
         print("\nTakeover, from winning the campaign to the first durable commit:")
         print(record.table(taken, TAKEOVER_FIELDS))
+    if grown := [row for row in rows if "end_file_mib" in row]:
+        print("\nGrowth of etcd's file, with the leader compacting and pruning:")
+        print(record.table(grown, list(grown[0])))
     print(f"\n{PUBLISHED}\n\nwritten to {path}")
 
 
@@ -185,11 +192,14 @@ def _parse() -> argparse.Namespace:
         help=f"some of {', '.join((*MODES, *OTHERS))}; all by default",
     )
     parser.add_argument("--nodes", type=int, default=os.environ.get("NODES", "1000"))
-    parser.add_argument("--runs", type=int, default=os.environ.get("RUNS", "3"), help="the best of so many is told")
+    parser.add_argument(
+        "--runs", type=int, default=os.environ.get("RUNS", "3"), help="the best of so many is told"
+    )
     parser.add_argument("--report-seconds", type=float, default=10.0, help="period of the nodes' reports")
     parser.add_argument("--share", action="store_true", help="jobs of a node share its transactions")
     parser.add_argument("--waiting", type=int, default=10_000, help="of the takeover")
     parser.add_argument("--running", type=int, default=2_000, help="of the takeover")
+    parser.add_argument("--growth-seconds", type=int, default=growth.SECONDS)
     return parser.parse_args()
 
 
