@@ -66,8 +66,8 @@ class Lines:
             where = sentence(happening["reason"])
         self.note(f"{job['tenant']:<7} {job['name']:<13} {happening['state']:<10} {where}".rstrip())
         if happening["state"] == "ALLOCATED" and job["placed"] is not None:
-            click.echo(f"{'':9}chosen: {sentence(job['chosen'])}")
-            click.echo(f"{'':9}placed: {sentence(job['placed'])}")
+            click.echo(f"{'':9}{_why('chosen', sentence(job['chosen']))}")
+            click.echo(f"{'':9}{_why('placed', sentence(job['placed']))}")
 
 
 class Picture:
@@ -115,8 +115,13 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
         lines = [("chosen", sentence(each.job["chosen"]))] if each.job is not None else []
         lines += [("placed" if each.nodes else "refused", each.why)]
         for number, (verb, why) in enumerate((verb, why) for verb, why in lines if why):
-            click.echo(f"{each.trial.name if number == 0 else '':<13} {verb}: {why}")
+            click.echo(f"{each.trial.name if number == 0 else '':<13} {_why(verb, why)}")
     click.echo()
+
+
+def _why(verb: str, why: str) -> str:
+    """The sentence with its verb before it, unless it begins with that."""
+    return why if why.startswith(verb) else f"{verb}: {why}"
 
 
 def _row(each: Outcome) -> list[str]:
