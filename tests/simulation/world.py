@@ -17,19 +17,20 @@ from attrs import frozen
 from coordinator.engines import Engine
 from coordinator.engines.agent import AgentEngine
 from coordinator.model import NodeAdmin, Tenant
-from coordinator.records import LEADER, Endpoint, admin_key, encode, tenant_key
+from coordinator.records import Endpoint, admin_key, encode, tenant_key
 from coordinator.replica import Replica
-from coordinator.store import Delete, Put, StoreUnavailable, StoreUncertain, Write
-from nodeagent.gpu_source import GpusNotReady, WhyNotReady
+from coordinator.store import Put, Write
 from nodeagent.runner import TaskKey
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.controls import Control, controlled
+from tests.simulation.faults import strike
 from tests.simulation.loop import Life, Process, VirtualLoop
 from tests.simulation.machine import Machine
 from tests.simulation.nomad import NomadServer, nomad_engine
 from tests.simulation.parts import Api, coordinate, run_agent
-from tests.simulation.scenario import FAULTS_UNTIL_SECONDS, Fault, Scenario, Wish
-from tests.simulation.store import Client, Server, cut_watches, forget_dead
+from tests.simulation.scenario import FAULTS_UNTIL_SECONDS, Scenario
+from tests.simulation.store import Client, Server, forget_dead
+from tests.simulation.users import Users
 from vgpu.slices import Slice
 
 START_MS = 1_700_000_000_000
@@ -72,8 +73,7 @@ class World:
         self.calm = False
         self.processes: dict[str, Process] = {}
         self.api: Api | None = None
-        self.submitted: dict[str, str] = {}  # job -> tenant
-        self.open_wishes = len(scenario.wishes)
+        self.users = Users(self.loop, self.checks, self._serving, len(scenario.wishes))
         skews_ms = (0, 0, 400, -1500) if self.random.random() < 0.7 else (0, 300_000, -300_000)
         self.skews_ms: dict[str, int] = {}
         for name in ("api", *(f"c{number + 1}" for number in range(scenario.coordinators)), *self.machines):
@@ -182,6 +182,13 @@ class World:
         if name in self.processes:
             self.loop.later(seconds, self.start, name)
 
+    def _serving(self) -> tuple[Api, Process] | None:
+        """The API, where it answers."""
+        process = self.processes.get("api")
+        if self.api is None or process is None or process.life is Life.DEAD or process.is_cut:
+            return None
+        return self.api, process
+
     def leader(self) -> str:
         """The name of the process that holds the key, or of the first coordinator."""
         holder = self.checks._holder
@@ -221,9 +228,9 @@ class World:
         for name in (*self.machines, "api"):
             loop.later(self.random.uniform(0, 0.3), self.start, name)
         for wish in scenario.wishes:
-            loop.later(wish.at, self._wish, wish)
+            loop.later(wish.at, self.users.wants, wish)
         for fault in scenario.faults:
-            loop.later(fault.at, self._strike, fault)
+            loop.later(fault.at, strike, self, fault)
         await asyncio.sleep(FAULTS_UNTIL_SECONDS)
         self._heal()
         await self._settle()
@@ -233,7 +240,7 @@ class World:
         while True:
             await asyncio.sleep(1.0)
             left = self.checks.unsettled(self.server)
-            if not left and not self.open_wishes:
+            if not left and not self.users.open:
                 self.checks.settled()
                 return
             if self.loop.time() > ends_at:
@@ -261,252 +268,6 @@ class World:
             process.resume()
             self.start(name)
         self.nomad.heal()
-
-    # --- users -----------------------------------------------------------------------------------------------------
-
-    def _wish(self, wish: Wish) -> None:
-        key = f"key-{wish.at}" if wish.has_key else ""
-        self._submit(wish, key, 0)
-
-    def _submit(self, wish: Wish, key: str, tries: int) -> None:
-        """A user sends it; with an idempotency key he sends it again until he knows."""
-        state = {"is_open": True}
-
-        def again() -> None:
-            if not state["is_open"]:
-                return
-            state["is_open"] = False
-            if key:
-                self._submit(wish, key, tries + 1)
-            else:
-                self.open_wishes -= 1
-
-        api, process = self.api, self.processes.get("api")
-        if api is None or process is None or process.life is Life.DEAD or process.is_cut:
-            self.loop.later(1.0, again)
-            return
-        sent: list[str] = []
-
-        async def request() -> None:
-            try:
-                id = await api.submit(wish.spec, key, sent.append)
-            except StoreUncertain:
-                self.loop.later(1.0, again)
-            except StoreUnavailable:
-                self.loop.later(0.001, refused)
-                self.loop.later(1.0, again)
-            else:
-                self.loop.later(0.001, acknowledged, id)
-
-        def refused() -> None:
-            self.checks.never.update(sent)
-            for id in sent:
-                if id in self.checks.jobs:
-                    self.checks.fail(Violation(f"{id} was refused for certain and is there"))
-
-        def acknowledged(id: str) -> None:
-            if not state["is_open"]:
-                return
-            state["is_open"] = False
-            self.open_wishes -= 1
-            self.checks.acknowledged.setdefault(id, "submit")
-            self.checks.tell(f"{id} is acknowledged")
-            if wish.cancel_after is not None:
-                self.open_wishes += 1
-                self.loop.later(wish.cancel_after, self._cancel, wish.spec.tenant, id)
-
-        process.spawn(request())
-        self.loop.later(90.0, again)  # a server that died with it answers nothing
-
-    def _cancel(self, tenant: str, id: str) -> None:
-        state = {"is_open": True}
-
-        def again() -> None:
-            if state["is_open"]:
-                state["is_open"] = False
-                self._cancel(tenant, id)
-
-        api, process = self.api, self.processes.get("api")
-        if api is None or process is None or process.life is Life.DEAD:
-            self.loop.later(1.0, again)
-            return
-
-        async def request() -> None:
-            try:
-                what = await api.cancel(tenant, id)
-            except StoreUnavailable:
-                self.loop.later(1.0, again)
-            else:
-                self.loop.later(0.001, done, what)
-
-        def done(what: str) -> None:
-            if not state["is_open"]:
-                return
-            state["is_open"] = False
-            self.open_wishes -= 1
-            self.checks.tell(f"the cancel of {id} is acknowledged: {what or 'it has ended'}")
-            if what:
-                self.checks.acknowledged[id] = what
-
-        process.spawn(request())
-        self.loop.later(30.0, again)
-
-    # --- faults ----------------------------------------------------------------------------------------------------
-
-    def _strike(self, fault: Fault) -> None:
-        if self.calm or self.checks.failure is not None:
-            return
-        self.faults[fault.kind] += 1
-        self.checks.tell(
-            f"FAULT {fault.kind} seconds={fault.seconds} target={fault.target} value={fault.value}"
-        )
-        getattr(self, f"_{fault.kind}")(fault)
-
-    def _of(self, names: Sequence[str], fault: Fault) -> str:
-        return names[fault.target % len(names)]
-
-    def _coordinator(self, fault: Fault) -> str:
-        return f"c{fault.target % self.scenario.coordinators + 1}"
-
-    def _node(self, fault: Fault) -> Machine:
-        return self.machines[self._of(sorted(self.machines), fault)]
-
-    def _pause(self, name: str, seconds: float) -> None:
-        process = self.processes[name]
-        process.pause()
-        self.loop.later(seconds, process.resume)
-
-    def _cut(self, name: str, seconds: float) -> None:
-        process = self.processes[name]
-        process.is_cut = True
-        cut_watches(self.server, process, seconds)
-
-        def mend() -> None:
-            process.is_cut = False
-
-        self.loop.later(seconds, mend)
-
-    def _coordinator_crash(self, fault: Fault) -> None:
-        self.kill(self._coordinator(fault), fault.seconds)
-
-    def _coordinator_pause(self, fault: Fault) -> None:
-        self._pause(self._coordinator(fault), fault.seconds)
-
-    def _coordinator_cut(self, fault: Fault) -> None:
-        self._cut(self._coordinator(fault), fault.seconds)
-
-    def _leader_crash(self, fault: Fault) -> None:
-        self.kill(self.leader(), fault.seconds)
-
-    def _leader_pause(self, fault: Fault) -> None:
-        self._pause(self.leader(), fault.seconds)
-
-    def _leader_lease_revoked(self, fault: Fault) -> None:
-        for item in self.server.items(LEADER):
-            self.server.drop_lease(item.lease)
-
-    def _leader_key_deleted(self, fault: Fault) -> None:
-        self.server.execute(None, b"", (), [Delete(LEADER)])
-
-    def _leader_resigns(self, fault: Fault) -> None:
-        """As in a planned stop; the process ends when it has handed over."""
-        name = self.leader()
-        self.processes[name].terminate()
-        self.loop.later(1.5, self.kill, name, fault.seconds)
-
-    def _api_crash(self, fault: Fault) -> None:
-        self.kill("api", fault.seconds)
-
-    def _agent_crash(self, fault: Fault) -> None:
-        self.kill(self._node(fault).name, fault.seconds)
-
-    def _agent_crash_wiped(self, fault: Fault) -> None:
-        """What it keeps on disk is gone; its containers are not."""
-        self.kill(self._node(fault).name, fault.seconds)
-        self._node(fault).daemons.clear()
-
-    def _agent_pause(self, fault: Fault) -> None:
-        self._pause(self._node(fault).name, fault.seconds)
-
-    def _agent_cut(self, fault: Fault) -> None:
-        self._cut(self._node(fault).name, fault.seconds)
-        if self.scenario.engine == "nomad":
-            self.nomad.cut(self._node(fault).name, fault.seconds)
-
-    def _machine_off(self, fault: Fault, wiped: bool = False) -> None:
-        machine = self._node(fault)
-        machine.power_off(wiped)
-        self.processes[machine.name].kill()
-
-        def on() -> None:
-            machine.power_on()
-            self.start(machine.name)
-
-        self.loop.later(fault.seconds, on)
-
-    def _machine_wiped(self, fault: Fault) -> None:
-        self._machine_off(fault, wiped=True)
-
-    def _gpu_lost(self, fault: Fault) -> None:
-        machine = self._node(fault)
-        uuid = self._of(sorted(machine.gpus), fault)
-        machine.lose_gpu(uuid)
-        self.loop.later(fault.seconds, machine.restore_gpu, uuid)
-
-    def _gpus_unreadable(self, fault: Fault) -> None:
-        machine = self._node(fault)
-        machine.source.set_not_ready(GpusNotReady(WhyNotReady.DRIVER_NOT_LOADED, "by the simulation"))
-        self.loop.later(fault.seconds, lambda: machine.source.set_not_ready(None))
-
-    def _runner_down(self, fault: Fault) -> None:
-        machine = self._node(fault)
-        machine.engine_is_down = True
-
-        def up() -> None:
-            machine.engine_is_down = False
-
-        self.loop.later(fault.seconds, up)
-
-    def _store(self, name: str, value: object, calm: object, seconds: float) -> None:
-        setattr(self.server, name, value)
-        self.loop.later(seconds, setattr, self.server, name, calm)
-
-    def _store_full(self, fault: Fault) -> None:
-        self._store("is_full", True, False, fault.seconds)
-
-    def _store_down(self, fault: Fault) -> None:
-        self._store("is_down", True, False, fault.seconds)
-        cut_watches(self.server, None, fault.seconds)
-
-    def _store_slow(self, fault: Fault) -> None:
-        self._store("slow_seconds", 0.1 + abs(fault.value % 25) / 10, 0.0, fault.seconds)
-
-    def _compaction(self, fault: Fault) -> None:
-        self.server.compact_to(self.server.revision - fault.target % 3)
-
-    def _watch_cut(self, fault: Fault) -> None:
-        cut_watches(self.server, self.processes[self._of(sorted(self.processes), fault)], fault.seconds)
-
-    def _clock_step(self, fault: Fault) -> None:
-        name = self._of(sorted(self.skews_ms), fault)
-        self.skews_ms[name] += fault.value
-        if name in self.machines:
-            self.machines[name].skew_ms = self.skews_ms[name]
-
-    def _cordon(self, fault: Fault) -> None:
-        name = self._node(fault).name
-        put = Put(admin_key(name), encode(NodeAdmin(name, cordoned=True)))
-        self.server.execute(None, b"", (), [put])
-        calm = Put(admin_key(name), encode(NodeAdmin(name)))
-        self.loop.later(fault.seconds, self.server.execute, None, b"", (), [calm])
-
-    def _nomad_down(self, fault: Fault) -> None:
-        self.nomad.is_down = True
-        self.loop.later(fault.seconds, setattr, self.nomad, "is_down", False)
-
-    def _nomad_events_lost(self, fault: Fault) -> None:
-        self.nomad.loses_events = True
-        self.loop.later(fault.seconds, setattr, self.nomad, "loses_events", False)
 
 
 def play(scenario: Scenario, control: Control | None = None) -> Result:
