@@ -14,7 +14,7 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-demo: $(READY)  ## a whole trial cluster: two tenants, three nodes of simulated GPUs, eight jobs; JSON=FILE writes the result as data
+demo: $(READY)  ## a whole trial cluster: two tenants, three nodes of simulated GPUs, twelve jobs; JSON=FILE writes the result as data
 	$(BIN)/serai dev --once $(if $(JSON),--json-file $(JSON))
 
 services:  ## what the tests need and pip cannot bring: etcd, Docker Engine, a C compiler, busybox

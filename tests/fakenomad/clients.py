@@ -41,8 +41,11 @@ class Clients:
 
     # --- starting -------------------------------------------------------------------------------------------------
 
-    def receive(self, alloc: Body, job: Body) -> None:
+    def remember(self, alloc: Body, job: Body) -> None:
+        """The job of an allocation that was just placed: the next group's placement asks what this one uses."""
         self._jobs[alloc["ID"]] = job
+
+    def receive(self, alloc: Body, job: Body) -> None:
         if self.hold_starts:
             self._event(self._state(alloc), "Received", "Task received by client")
             self._report(alloc, "pending", "No tasks have started")

@@ -316,6 +316,7 @@ class FakeNomad:
                 self.new_id(), job, group, node.id, node.name, evaluation["ID"], index, self.now_ns
             )
             self.allocs[alloc["ID"]] = alloc
+            self.clients.remember(alloc, job)
             placed.append(alloc)
         if placed:
             self.emit("PlanResult", ("Evaluation", evaluation), *(("Allocation", alloc) for alloc in placed))
