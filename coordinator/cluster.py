@@ -139,6 +139,8 @@ class Cluster:
             revision=self.revision,
             news=self.news,
             worth=self.worth,
+            cluster_memory_mib=self._machines.memory_mib,
+            cluster_compute_milli=self._machines.compute_milli,
             now_ms=now_ms,
             settings=self._settings,
             nodes=nodes,

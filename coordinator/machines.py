@@ -54,7 +54,7 @@ class Machines:
         self._claims: dict[str, set[str]] = {}
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
-        self.compute_milli = 0  # of all nodes that are not given up, as of the last views
+        self.memory_mib = self.compute_milli = 0  # GPUs of all nodes that are not given up, as of the last views
         self.news = 0  # grows with what may let a cycle decide otherwise
 
     @property
@@ -72,9 +72,9 @@ class Machines:
         if self._stale:
             self._views = dict(self._views)
             for name in self._stale:
-                self.compute_milli -= _compute_milli(self._views.get(name))
+                self._count(name, -1)
                 self._view(name, now_ms, lost_ms)
-                self.compute_milli += _compute_milli(self._views.get(name))
+                self._count(name, 1)
             self._stale = set()
         silent = [m for m in silent if m.name in self._views]
         lost = [m for m in silent if self._views[m.name].status is NodeStatus.LOST]
@@ -219,6 +219,12 @@ class Machines:
                 for gpu in machine.inventory.gpus:
                     self._stale |= self._claims[gpu.uuid]
 
+    def _count(self, name: str, times: int) -> None:
+        view = self._views.get(name)
+        if view is not None and view.status is not NodeStatus.LOST:
+            self.memory_mib += times * view.gpu_memory_mib
+            self.compute_milli += times * view.gpu_compute_milli
+
     def _view(self, name: str, now_ms: int, lost_ms: int) -> None:
         machine = self._machines[name]
         if machine.is_forgotten:
@@ -263,10 +269,6 @@ class Machines:
         if machine.report is not None or machine.missing_since_ms is None:
             return False
         return now_ms - machine.missing_since_ms >= lost_ms
-
-
-def _compute_milli(view: NodeView | None) -> int:
-    return 0 if view is None or view.status is NodeStatus.LOST else view.gpu_compute_milli
 
 
 def _decides(report: NodeReport) -> tuple[object, ...]:

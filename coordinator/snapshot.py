@@ -12,7 +12,7 @@ from typing import Protocol
 from attrs import evolve, field, frozen
 
 from coordinator.model import Job, Task, Tenant
-from coordinator.nodes import NodeStatus, NodeView
+from coordinator.nodes import NodeView
 from coordinator.usage import Use
 from coordinator.worth import Worth
 from jobspecs.spec import JobSpec
@@ -118,7 +118,8 @@ class Snapshot:
     `usage` its integral over the window, `entitled` that of the compute it was entitled to; `withdrawn` tells when a
     tenant last took back a job for which slices were reserved. `restless` are the live jobs that may have to be settled. `next_due_ms` is
     the next moment at which time alone changes something. `news` is `Cluster.news`: of two snapshots of one cluster
-    with the same, the later needs no cycle."""
+    with the same, the later needs no cycle. `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes
+    that are not given up: what a tenant's shares are shares of."""
 
     revision: int
     now_ms: int
@@ -141,6 +142,8 @@ class Snapshot:
     next_due_ms: int | None = None
     worth: Worth | None = None
     news: int = 0
+    cluster_memory_mib: int = 0
+    cluster_compute_milli: int = 0
 
     @property
     def waiting(self) -> Collection[Job]:
@@ -149,16 +152,6 @@ class Snapshot:
     def inventories_of(self, nodes: Sequence[str]) -> Mapping[str, NodeInventory]:
         views = {name: self.nodes[name].inventory for name in nodes if name in self.nodes}
         return {name: inventory for name, inventory in views.items() if inventory is not None}
-
-    @property
-    def cluster_memory_mib(self) -> int:
-        """GPU memory of all nodes that are not given up; what a tenant's share in space is a share of."""
-        return sum(n.gpu_memory_mib for n in self.nodes.values() if n.status is not NodeStatus.LOST)
-
-    @property
-    def cluster_compute_milli(self) -> int:
-        """GPU compute of the same nodes."""
-        return sum(n.gpu_compute_milli for n in self.nodes.values() if n.status is not NodeStatus.LOST)
 
     def job(self, id: str) -> Job | None:
         """Live, waiting, or ended and still known."""
