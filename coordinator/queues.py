@@ -8,8 +8,8 @@ whole line once its shape was refused; it never looks at all jobs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from attrs import frozen
 
@@ -29,9 +29,14 @@ class Needs:
     compute_milli: int
     cpu_milli: int
 
-    @property
+    @cached_property
     def use(self) -> Use:
         return Use(self.compute_milli, self.memory_mib)
+
+    @cached_property
+    def size(self) -> tuple[int, int, int]:
+        """What jobs are ordered by."""
+        return self.memory_mib, self.compute_milli, self.cpu_milli
 
 
 class Cards:
@@ -45,10 +50,11 @@ class Cards:
 
     def needs(self, shape: Shape) -> Needs:
         """With a whole card taken for the smallest one that matches; 0 where there is none."""
-        if shape not in self._needs:
+        known = self._needs.get(shape)
+        if known is None:
             memory = sum(task.count * task.gpus.count * self._memory_mib(task) for task in shape.tasks)
-            self._needs[shape] = Needs(memory, shape.compute_milli, shape.cpu_milli)
-        return self._needs[shape]
+            known = self._needs[shape] = Needs(memory, shape.compute_milli, shape.cpu_milli)
+        return known
 
     def _memory_mib(self, task: TaskShape) -> int:
         if task.gpus.memory_mib is not None:
@@ -99,6 +105,10 @@ _SEARCH_DEPTH = 500
 Order = tuple[int, int, tuple[int, ...], int, str]
 
 
+# (order, shape, job, its line, its place in it). A job that goes ahead of its line comes without one.
+Entry = tuple[Order, Shape, Job, Sequence[Job], int]
+
+
 class TenantQueue:
     """Hands out a tenant's jobs in their order. The job at the front is `first`; `take` after it was placed, `refuse`
     once its shape is known not to fit for the rest of the cycle."""
@@ -106,23 +116,28 @@ class TenantQueue:
     def __init__(self, snapshot: Snapshot, tenant: str, cards: Cards, max_wait_seconds: int) -> None:
         self._now_ms = snapshot.now_ms
         self._taken: set[str] = set()
-        self._heap: list[tuple[Order, Shape, Job, Iterator[Job] | None]] = []
-        for shape, job in overdue(snapshot, tenant, max_wait_seconds):
-            order: Order = (-job.spec.priority, 0, (), job.queued_at_ms, job.id)
-            self._heap.append((order, shape, job, None))
         self._needs = cards
+        self._heap: list[Entry] = [
+            ((-job.spec.priority, 0, (), job.queued_at_ms, job.id), shape, job, (), 0)
+            for shape, job in overdue(snapshot, tenant, max_wait_seconds)
+        ]
         for key, line in snapshot.lines.get(tenant, {}).items():
-            self._push(key.shape, iter(line))
+            entry = self._next(key.shape, line, 0)
+            if entry is not None:
+                self._heap.append(entry)
         heapq.heapify(self._heap)
 
     def first(self) -> tuple[Shape, Job] | None:
-        while self._heap:
-            _, shape, job, rest = self._heap[0]
+        heap = self._heap
+        while heap:
+            _, shape, job, line, place = heap[0]
             if job.id not in self._taken:
                 return shape, job
-            heapq.heappop(self._heap)
-            if rest is not None:
-                self._push(shape, rest)
+            entry = self._next(shape, line, place + 1)
+            if entry is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, entry)
         return None
 
     def take(self, job: Job) -> None:
@@ -134,20 +149,24 @@ class TenantQueue:
 
     def pass_over(self, may: Callable[[Job], bool]) -> None:
         """The job at the front may not start now; of its line only one that `may` has a chance."""
-        _, shape, _, rest = heapq.heappop(self._heap)
-        if rest is not None:
-            near = islice(rest, _SEARCH_DEPTH)
-            found = next((job for job in near if may(job) and self._is_left(job)), None)
-            if found is not None:
-                self._push(shape, chain((found,), rest))
+        _, shape, _, line, place = heapq.heappop(self._heap)
+        for later in range(place + 1, min(len(line), place + 1 + _SEARCH_DEPTH)):
+            if may(line[later]) and self._is_left(line[later]):
+                heapq.heappush(self._heap, self._entry(shape, line, later))
+                return
 
     def _is_left(self, job: Job) -> bool:
-        return job.id not in self._taken and is_ready(job, self._now_ms)
+        return job.not_before_ms <= self._now_ms and job.id not in self._taken
 
-    def _push(self, shape: Shape, rest: Iterator[Job]) -> None:
-        job = next((job for job in rest if self._is_left(job)), None)
-        if job is not None:
-            needs = self._needs.needs(shape)
-            size = (needs.memory_mib, needs.compute_milli, needs.cpu_milli)
-            order: Order = (-job.spec.priority, 1, size, job.submitted_at_ms, job.id)
-            heapq.heappush(self._heap, (order, shape, job, rest))
+    def _next(self, shape: Shape, line: Sequence[Job], place: int) -> Entry | None:
+        """The first job of the line from `place` on that may be handed out."""
+        while place < len(line):
+            if self._is_left(line[place]):
+                return self._entry(shape, line, place)
+            place += 1
+        return None
+
+    def _entry(self, shape: Shape, line: Sequence[Job], place: int) -> Entry:
+        job = line[place]
+        order: Order = (-job.spec.priority, 1, self._needs.needs(shape).size, job.submitted_at_ms, job.id)
+        return order, shape, job, line, place
