@@ -285,8 +285,19 @@ async def _lead(
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
+def _fixed_port(listen: str) -> str:
+    """Both processes must know the port: the one listens on it, the other tells who leads and where."""
+    host, _, port = listen.rpartition(":")
+    if port != "0":
+        return listen
+    name = host.strip("[]") or "127.0.0.1"
+    with socket.create_server((name, 0), family=socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
 async def _run_both(options: argparse.Namespace, settings: Settings) -> int:
     """Starts each role as a process, starts it again when it dies, and passes a stop on."""
+    options.argv += ["--listen", _fixed_port(options.listen)]
     stop = _stop_event()
     roles = [asyncio.create_task(_keep_role(options, role, stop)) for role in ("api", "scheduler")]
     done, _ = await asyncio.wait(roles, return_when=asyncio.FIRST_COMPLETED)
