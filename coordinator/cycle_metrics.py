@@ -33,7 +33,7 @@ class CycleMetrics:
         self.newest_revision = 0
         self._exposition = Exposition()
         self._planned: tuple[Snapshot, Plan] | None = None
-        registry = self._exposition.registry
+        self.registry = registry = self._exposition.registry
         self._phases = Histogram(
             "serai_cycle_seconds", "Time of a cycle, by phase", ("phase",), buckets=SECONDS, registry=registry
         )
