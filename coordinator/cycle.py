@@ -99,7 +99,7 @@ class _Cycle:
         while turns and not self._is_full and self.room.reservation is None:
             tenant = turns[0][-1]
             head = self.queues[tenant].first()
-            if head is None or not self._is_owed(tenant, head[0]):
+            if head is None or not self._is_owed(*head):
                 heapq.heappop(turns)
             elif self._serve(*head, self.room.draft):
                 heapq.heapreplace(turns, self.standings.turn(tenant))
@@ -129,7 +129,7 @@ class _Cycle:
             if room.is_refused(shape):
                 self.queues[tenant].refuse()
                 continue
-            is_owed = not room.stops_borrowing or self._is_owed(tenant, shape)
+            is_owed = not room.stops_borrowing or self._is_owed(shape, job)
             draft = room.open_to(job, is_owed)
             if self._serve(shape, job, draft):
                 heapq.heapreplace(turns, self.standings.turn(tenant))
@@ -161,8 +161,9 @@ class _Cycle:
         heapq.heapify(turns)
         return turns
 
-    def _is_owed(self, tenant: str, shape: Shape) -> bool:
-        return self.entitlement.covers(tenant, self.standings.held(tenant), self.cards.needs(shape).use)
+    def _is_owed(self, shape: Shape, job: Job) -> bool:
+        held, need = self.standings.held(job.tenant), self.cards.needs(shape).use
+        return self.entitlement.covers(job.tenant, held, need, self.room.is_late(job))
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation

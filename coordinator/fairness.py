@@ -112,13 +112,15 @@ class Policy:
     def unit(self, totals: Totals) -> int:
         return TRILLION if self.owed_first else totals.cluster_memory_mib * totals.integral * totals.weights
 
-    def is_owed(self, held: int, need: int, share: int) -> bool:
+    def is_owed(self, held: int, need: int, share: int, is_late: bool = False) -> bool:
         """Whether a job that needs `need` is within the entitled share of a tenant that holds `held`: memory, in any
         unit. The first job of a tenant always is, so that a share below one job is no share of nothing; and one that
-        needs none of it."""
+        needs none of it. For one that waited beyond the bounded wait it is enough that its tenant is not above its
+        share, so that no tenant's small jobs starve its own large one."""
         if need <= 0:
             return True
-        return share > 0 and (held <= 0 or 1000 * held + self.round_up_milli * need <= 1000 * share)
+        part = 0 if is_late else self.round_up_milli
+        return share > 0 and (held <= 0 or 1000 * held + part * need <= 1000 * share)
 
 
 @frozen
@@ -205,8 +207,8 @@ class Entitlement:
     def share_mib(self, tenant: str) -> int:
         return self._shares.get(tenant, 0)
 
-    def covers(self, tenant: str, held: Use, need: Use) -> bool:
-        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant))
+    def covers(self, tenant: str, held: Use, need: Use, is_late: bool) -> bool:
+        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant), is_late)
 
 
 class Standings:

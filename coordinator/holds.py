@@ -82,6 +82,10 @@ class Room:
         """Only jobs within their tenant's share may start."""
         return self._policy.owed_first and self.reservation is not None and self.reservation.due_ms is None
 
+    def is_late(self, job: Job) -> bool:
+        """It has waited beyond the bounded wait."""
+        return is_overdue(job, self._now_ms, self._policy.max_wait_seconds)
+
     def open_to(self, job: Job, is_owed: bool) -> Draft | None:
         """What this job may use; None for nothing."""
         reservation = self.reservation
@@ -155,7 +159,7 @@ class Room:
             self.draft.placements(spots),
             None if due_ms >= _UNKNOWN_MS else due_ms,
             wait_reason(shape, self.draft),
-            is_overdue(job, self._now_ms, self._policy.max_wait_seconds),
+            self.is_late(job),
         )
         self._look_again()
         if self.stops_borrowing and len(self._usable) < len(self.draft.views):

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, decode_cursor, dump, encode_cursor, time_text
+from coordinator.api.auth import Caller
 from coordinator.api.context import Api, api_of, caller_of
 from coordinator.api.nodes import node_view
 from coordinator.api.problems import bad_parameter, unavailable
@@ -20,6 +21,7 @@ from coordinator.api.waiting import Planned
 from coordinator.cluster import Snapshot
 from coordinator.fairness import Policy
 from coordinator.fairness import shares as fair_shares
+from coordinator.holds import Reservation
 from coordinator.model import Job, JobState
 from coordinator.nodes import NodeStatus
 from coordinator.store import StoreError
@@ -46,7 +48,13 @@ async def get_queue(request: web.Request) -> web.Response:
         items.append(_waiting_view(planned, position, job))
     shares = tenant_shares(planned.snapshot, api.reasons.policy)
     turns = [{"tenant": name, **share} for name, share in shares.items() if caller.may_see(name)]
-    body = {"items": items, "tenants": turns, "next_cursor": following, "revision": planned.revision}
+    body = {
+        "items": items,
+        "tenants": turns,
+        "reservation": _reservation_view(planned.plan.reservation, caller),
+        "next_cursor": following,
+        "revision": planned.revision,
+    }
     return answer(body, revision=planned.revision)
 
 
@@ -73,6 +81,30 @@ def _waiting_view(planned: Planned, position: int, job: Job) -> View:
         "waited_seconds": waited_seconds(job, None, planned.snapshot.now_ms),
         "asked": asked_view(job.spec),
         "reason": reason_view(planned.reasons.get(job.id) or job.reason),
+    }
+
+
+def _reservation_view(reservation: Reservation | None, caller: Caller) -> View | None:
+    """Whose tenant it is of is told to that tenant and to administrators; that there is one, to all who wait for it.
+    `due_at` is null where nobody knows."""
+    if reservation is None:
+        return None
+    return {
+        "job": reservation.job.id,
+        "tenant": reservation.job.tenant if caller.owns(reservation.job) else None,
+        "due_at": time_text(reservation.due_ms),
+        "nodes": sorted(reservation.nodes),
+        "slices": [
+            {
+                "task": task.task,
+                "node": task.node,
+                "gpu": piece.gpu,
+                "memory_mib": piece.memory_mib,
+                "compute_milli": piece.compute_milli,
+            }
+            for task in reservation.tasks
+            for piece in task.slices
+        ],
     }
 
 

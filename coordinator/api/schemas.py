@@ -164,8 +164,20 @@ _JOBS: Mapping[str, Schema] = {
     "Turn": answer(
         tenant=TEXT, space_share=nullable(NUMBER), time_share=nullable(NUMBER), priority=nullable(NUMBER)
     ),
+    "ReservedSlice": answer(task=COUNT, node=TEXT, gpu=TEXT, memory_mib=COUNT, compute_milli=COUNT),
+    "Reservation": answer(
+        job=TEXT,
+        tenant=nullable(TEXT),
+        due_at=nullable(TIME),
+        nodes=listed(TEXT),
+        slices=listed(ref("ReservedSlice")),
+    ),
     "Queue": answer(
-        items=listed(ref("Waiting")), tenants=listed(ref("Turn")), next_cursor=nullable(TEXT), revision=COUNT
+        items=listed(ref("Waiting")),
+        tenants=listed(ref("Turn")),
+        reservation=nullable(ref("Reservation")),
+        next_cursor=nullable(TEXT),
+        revision=COUNT,
     ),
 }
 

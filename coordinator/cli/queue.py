@@ -14,7 +14,7 @@ from coordinator.cli.session import ask, find_job, shaped
 
 if TYPE_CHECKING:
     from coordinator.client import Client
-    from coordinator.client.views import HappeningView, QueueView
+    from coordinator.client.views import HappeningView, QueueView, ReservationView
 
 _COLUMNS = [
     Column("#", "position", right=True),
@@ -44,6 +44,16 @@ def asked_of(asked: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _reserved(reservation: ReservationView) -> str:
+    gpus = len(reservation["slices"])
+    when = (
+        f"due by {figures.moment(reservation['due_at'])}"
+        if reservation["due_at"]
+        else "nobody knows until when"
+    )
+    return f"reserved for {reservation['job']}: {gpus} GPU{'' if gpus == 1 else 's'} on {', '.join(reservation['nodes'])}, {when}"
+
+
 @click.command()
 @shaped(lists=True)
 def queue(shape: Shape) -> None:
@@ -55,6 +65,10 @@ def queue(shape: Shape) -> None:
     found = ask(work)
     envelope = {name: value for name, value in found.items() if name != "items"}
     print_list(found["items"], _COLUMNS, shape, name="id", envelope=envelope, empty="nothing waits")
+    reservation = found.get("reservation")
+    if shape.is_table and reservation:
+        click.echo()
+        click.echo(_reserved(reservation))
     if shape.is_table and found["tenants"]:
         click.echo()
         rows = [

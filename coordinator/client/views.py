@@ -90,9 +90,26 @@ class TurnView(TypedDict):
     priority: float
 
 
+class ReservedSliceView(TypedDict):
+    task: int
+    node: str
+    gpu: str
+    memory_mib: int
+    compute_milli: int
+
+
+class ReservationView(TypedDict):
+    job: str
+    tenant: str | None
+    due_at: str | None
+    nodes: list[str]
+    slices: list[ReservedSliceView]
+
+
 class QueueView(TypedDict):
     items: list[WaitingView]
     tenants: list[TurnView]
+    reservation: ReservationView | None
     revision: int
 
 

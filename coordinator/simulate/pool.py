@@ -327,7 +327,8 @@ class PolicyRules:
 
     def may_pass(self, pool: Pool, cls: Class) -> bool:
         tenant, size = cls[0], MILLI * pool.sizes[cls[1]]
-        return self._policy.is_owed(MILLI * pool.held[tenant], size, pool.shares_milli[tenant])
+        is_late = pool.now_ms - pool.oldest(cls) >= self.max_wait_ms
+        return self._policy.is_owed(MILLI * pool.held[tenant], size, pool.shares_milli[tenant], is_late)
 
     def _inside(self, pool: Pool, tenant: int) -> list[Class]:
         """Who waited too long first, by age; then the smallest."""

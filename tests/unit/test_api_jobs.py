@@ -588,6 +588,26 @@ class TestLists:
         assert {item["tenant"] for item in mine["items"]} <= {"team-b"}
         assert [turn["tenant"] for turn in mine["tenants"]] == ["team-b"]
 
+    async def test_the_reservation_is_shown_to_all_and_its_tenant_to_its_own(self, world: World) -> None:
+        admin, a, b = await world.callers()
+        await world.put_tenant(Tenant("team-a", 400 * GIB))
+        await world.put_tenant(Tenant("team-b", 400 * GIB))
+        assert (await b.get("/v1/queue"))["reservation"] is None
+        for gpu in range(5):
+            id = (await b.post("/v1/jobs", {**SPEC, "max_runtime": "2h"}))["id"]
+            await world.place(id, "team-b", gpu=gpu, memory_mib=80 * GIB)
+        whole = {**SPEC, "gpus": 4}
+        job = await a.post("/v1/jobs", whole)
+        found = (await admin.get("/v1/queue"))["reservation"]
+        assert (found["job"], found["tenant"], found["nodes"]) == (job["id"], "team-a", ["n1"])
+        assert len(found["slices"]) == 4
+        assert found["due_at"] is not None
+        theirs = (await b.get("/v1/queue"))["reservation"]
+        assert theirs == {**found, "tenant": None}
+        told = (await a.get("/v1/queue"))["items"][0]["reason"]
+        assert told["code"] == "reserved"
+        assert "reserved for it" in told["sentence"]
+
     async def test_a_waiting_job_says_why_once_the_cluster_is_full(self, world: World) -> None:
         _, a, _ = await world.callers()
         for gpu in range(8):

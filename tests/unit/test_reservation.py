@@ -272,3 +272,28 @@ def test_who_withdraws_a_job_without_a_reservation_loses_nothing():
     w.submit(job("j", gpus=8))
     w.put(lifecycle.cancelled(w.cluster.waiting_jobs["j"], w.now_ms))
     assert w.snapshot().withdrawn == {}
+
+
+@pytest.mark.parametrize("limit", [600, None])
+def test_qf3_the_small_jobs_of_a_tenant_do_not_starve_its_own_large_one(limit):
+    """One tenant alone, eight GPUs always full of its jobs of 10 minutes: beyond the bounded wait the large one is owed,
+    though its tenant holds all of its share."""
+    w = World(node("n1"), max_wait_seconds=HOUR)
+    w.tenant("a", 8 * CARD)
+    w.submit(*(job(f"s{n:04}", max_runtime_seconds=limit) for n in range(8)), job("big", 1, gpus=8))
+    ends_at: dict[str, int] = {}
+    started = number = 8
+    for minute in range(120):
+        w.now = 60 * minute
+        for id in [id for id, end in ends_at.items() if end <= minute]:
+            w.end(id)
+            del ends_at[id]
+        while number < started + 2:
+            w.submit(job(f"s{number:04}", w.now, max_runtime_seconds=limit))
+            number += 1
+        for id in w.cycle():
+            ends_at[id] = minute + 10 - (int(id[1:]) % 3 if id != "big" else 0)
+            started = max(started, number)
+        if "big" in ends_at:
+            break
+    assert 60 <= minute <= 71, f"big started after {minute} minutes"
