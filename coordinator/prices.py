@@ -18,7 +18,8 @@ twentieth of the largest card.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from attrs import evolve, frozen
@@ -35,10 +36,12 @@ PREMIUM = 0.1
 # Below so many jobs nothing is known of the mix.
 FEWEST_JOBS = 100
 _EPSILON = 1e-7
+_MOST_SIZES = 100
 # Prices of sizes are made anew after as many jobs as there were before, and after so many at the latest.
 _RARELY = 2000
 
 Table = NDArray[np.int64]
+T = TypeVar("T")
 
 
 Market = Callable[[Worth], tuple[Mapping[str, int], Mapping[int, int], int]]
@@ -62,9 +65,15 @@ class Pricing:
     def refresh(self, mix: Mapping[Kind, int], jobs: int, market: Market, card_mib: int) -> None:
         """Makes `worth` anew where something moved; it stays the same object where nothing did. `market` tells what
         is left (`coordinator.index.Index.market`)."""
+        _finished(self.refreshing(mix, jobs, market, card_mib))
+
+    def refreshing(
+        self, mix: Mapping[Kind, int], jobs: int, market: Market, card_mib: int
+    ) -> Generator[None, None, None]:
+        """`refresh` in steps of a few milliseconds, for who has other things to do between them."""
         sizes = self.worth
         if sizes is None or (jobs >= self._sizes_at and not self._is_known):
-            sizes = size_prices(mix, card_mib)
+            sizes = yield from _size_prices(mix, card_mib)
             self._sizes_at = jobs + min(max(jobs, FEWEST_JOBS), _RARELY)
         self._market_at = jobs + self._every
         if sizes is None:
@@ -87,6 +96,19 @@ class _Size:
 
 def size_prices(mix: Mapping[Kind, int], card_mib: int) -> Worth | None:
     """Steps 1 to 3; no model and no whole size costs more than another yet. None while too little is known."""
+    return _finished(_size_prices(mix, card_mib))
+
+
+def _finished(steps: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _size_prices(mix: Mapping[Kind, int], card_mib: int) -> Generator[None, None, Worth | None]:
     if sum(mix.values()) < FEWEST_JOBS or card_mib <= 0:
         return None
     wholes, sizes = _sizes(mix, card_mib)
@@ -95,14 +117,15 @@ def size_prices(mix: Mapping[Kind, int], card_mib: int) -> Worth | None:
         return None
     cpu_milli = sum(n * kind.cpu_milli for kind, n in mix.items() if kind.gpus)
     rho = cpu_milli / gpus
-    pays = _duals(sizes)
+    pays = yield from _duals(sizes)
     cpu = tuple(round(factor * GPU_UNITS / rho) if rho else 0 for factor in CPU_FACTORS)
     needs = [max(size.cpu_milli, rho * size.share) for size in sizes]
     values = []
     for price in cpu:
         paid = [round(GPU_UNITS * pay - price * need) for pay, need in zip(pays, needs, strict=True)]
         table = kernels.knapsack(*_levels(sizes), np.array(paid, np.int64), STEPS, _memory_steps(sizes))
-        values.append(tuple(tuple(int(value) for value in line) for line in table))
+        values.append(tuple(map(tuple, table.tolist())))
+        yield
     worth = Worth(cpu, tuple(values), (), max(1, card_mib // MEMORY_STEPS))
     return evolve(worth, whole=_wholes(worth, mix, {}))
 
@@ -131,7 +154,17 @@ def moved(before: Worth, after: Worth) -> bool:
 
 
 def _sizes(mix: Mapping[Kind, int], card_mib: int) -> tuple[dict[int, tuple[int, float]], list[_Size]]:
-    """({whole GPUs: (jobs, their CPU in all)}, sizes of fractions)."""
+    """({whole GPUs: (jobs, their CPU in all)}, sizes of fractions). Many sizes are made fewer by coarser memory."""
+    for grain in (1, 2, 4):
+        wholes, sizes = _sizes_of_grain(mix, card_mib, grain)
+        if len(sizes) <= _MOST_SIZES:
+            break
+    return wholes, sizes
+
+
+def _sizes_of_grain(
+    mix: Mapping[Kind, int], card_mib: int, grain: int
+) -> tuple[dict[int, tuple[int, float]], list[_Size]]:
     step_mib = max(1, card_mib // MEMORY_STEPS)
     wholes: dict[int, tuple[int, float]] = {}
     found: dict[tuple[int, int], list[float]] = {}
@@ -143,7 +176,8 @@ def _sizes(mix: Mapping[Kind, int], card_mib: int) -> tuple[dict[int, tuple[int,
             wholes[kind.gpus] = jobs + n, cpu + n * kind.cpu_milli
             continue
         memory_mib = card_mib if kind.memory_mib is None else min(kind.memory_mib, card_mib)
-        level = -(-kind.compute_milli // STEP_MILLI), min(MEMORY_STEPS, -(-memory_mib // step_mib))
+        memory = min(MEMORY_STEPS, grain * -(-memory_mib // (grain * step_mib)))
+        level = -(-kind.compute_milli // STEP_MILLI), memory
         entry = found.setdefault(level, [0.0, 0.0, 0.0])
         entry[0] += n * kind.gpus
         entry[1] += n * kind.cpu_milli
@@ -169,7 +203,7 @@ def _levels(sizes: Sequence[_Size]) -> tuple[Table, Table]:
     return np.array([s.compute for s in sizes], np.int64), np.array([s.memory for s in sizes], np.int64)
 
 
-def _duals(sizes: Sequence[_Size]) -> list[float]:
+def _duals(sizes: Sequence[_Size]) -> Generator[None, None, list[float]]:
     """Dual prices of "cover all sizes with the fewest GPUs". Revised simplex over patterns; the first ones hold one
     size only, the next is always the one that would pay most for a GPU at the present prices."""
     if not sizes:
@@ -183,7 +217,7 @@ def _duals(sizes: Sequence[_Size]) -> list[float]:
         most = np.minimum(most, steps // np.maximum(memory, 1))
     basis = np.diag(np.maximum(most, 1).astype(float))
     prices: NDArray[np.float64] = np.ones(count)
-    for _ in range(50 * count):
+    for _ in range(20 * count):
         prices = np.asarray(np.linalg.solve(basis.T, np.ones(count)), np.float64)
         pattern, best = kernels.best_pattern(compute, memory, np.maximum(prices, 0.0), STEPS, steps)
         if best <= 1 + _EPSILON:
@@ -194,6 +228,7 @@ def _duals(sizes: Sequence[_Size]) -> list[float]:
         positive = direction > 1e-9
         ratios[positive] = np.maximum(amounts[positive], 0.0) / direction[positive]
         basis[:, int(ratios.argmin())] = pattern
+        yield
     _, best = kernels.best_pattern(compute, memory, np.maximum(prices, 0.0), STEPS, steps)
     return [float(price) for price in np.round(np.maximum(prices, 0.0) / max(best, 1.0), 9)]
 

@@ -45,6 +45,7 @@ from coordinator.model import (
     TenantSeen,
 )
 from coordinator.prices import Pricing
+from coordinator.snapshot import shape_of
 from coordinator.worth import Kind, kind_of
 from jobspecs.spec import JobSpec, TaskSpec
 from tests.benchmarks import record
@@ -269,7 +270,7 @@ def measured(nodes: int, mode: str, waiting: int, departures: int, seed: int, ma
     gc.set_threshold(50_000, 50, 1000)
     row: dict[str, record.Value] = {
         "nodes": nodes,
-        "shapes": len({job.spec.tasks for job in jobs}),
+        "shapes": len({shape_of(job.spec) for job in jobs}),
         "waiting": waiting,
         "mode": mode,
         "ready_seconds": round(ready_seconds(world), 3),
