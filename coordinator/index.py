@@ -118,6 +118,7 @@ class Index:
     def __init__(self) -> None:
         self.worth: Worth | None = None
         self._snapshot: Snapshot | None = None
+        self._logged = 0
         self._position: list[int] = []
         self._touched: set[int] = set()
         self._others: dict[str, Index] = {}
@@ -432,6 +433,11 @@ class Index:
         return [self._nodes.names[n] for n in np.flatnonzero(self._rows[:, k.BUILD] < 0).tolist()]
 
     # --- the market, for the next prices ---
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has seen a snapshot."""
+        return self._snapshot is not None
 
     @property
     def card_mib(self) -> int:

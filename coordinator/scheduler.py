@@ -33,6 +33,7 @@ from coordinator.intents import placement_intent, reason_intent, transition_inte
 from coordinator.launches import Launches
 from coordinator.leader import Term
 from coordinator.lifecycle import Transition, settle
+from coordinator.market import keep_prices
 from coordinator.records import encode, usage_key
 from coordinator.replica import Replica
 from coordinator.store import Put, Store, StoreUnavailable
@@ -269,6 +270,7 @@ async def serve_term(
                 launches.run(),
                 engine.observe(launches.observed),
                 sweep.run(),
+                keep_prices(replica, memo),
             )
             for part in parts:
                 group.create_task(part)
