@@ -169,7 +169,7 @@ def main() -> None:
         rows.append({"takeover": takeover.best, "growth": growth.best}.get(name, best)(rounds))
         about = record.machine("grpcio", "protobuf", "aiohttp", "msgspec")
         about["etcd"] = record.program_version(find_etcd() or "etcd")
-        path = record.write("e2e", rows, about | {"runs": options.runs, "load_1m": os.getloadavg()[0]})
+        path = record.write(options.name, rows, about | {"runs": options.runs, "load_1m": os.getloadavg()[0]})
     print(f"\nSerai, {os.cpu_count()} cores with everything on them, best of {options.runs}:")
     print(record.table([row for row in rows if "submit" in row], FIELDS))
     if taken := [row for row in rows if "cold_ms" in row]:
@@ -199,6 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--share", action="store_true", help="jobs of a node share its transactions")
     parser.add_argument("--waiting", type=int, default=10_000, help="of the takeover")
     parser.add_argument("--running", type=int, default=2_000, help="of the takeover")
+    parser.add_argument("--name", default="e2e", help="of the file in build/bench")
     parser.add_argument("--growth-seconds", type=int, default=growth.SECONDS)
     return parser.parse_args()
 

@@ -57,7 +57,9 @@ class Led:
 
     @property
     def plans(self) -> int:
-        return int(self.metrics.registry.get_sample_value("serai_cycle_seconds_count", {"phase": "plan"}) or 0)
+        return int(
+            self.metrics.registry.get_sample_value("serai_cycle_seconds_count", {"phase": "plan"}) or 0
+        )
 
     async def put(self, key: str, record: object) -> None:
         result = await self.store.txn([], [Put(key, encode(record))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -123,11 +124,13 @@ async def test_compaction_keeps_its_distance_and_its_period() -> None:
             await world.put(Put(queue_key("a", f"j{number}"), encode(job(f"j{number}"))))
             await world.pass_time(1)
             for _, revision in world.store.compactions[-1:]:
-                assert revision <= world.store.revision - 20, "never nearer to the head than a slow watcher may be"
+                assert revision <= world.store.revision - 20, (
+                    "never nearer to the head than a slow watcher may be"
+                )
                 assert revision <= world.store.revision - 30, "one write a second: nor nearer than 30 s"
         times = [at for at, _ in world.store.compactions]
         assert len(times) >= 12
-        assert {round(later - before) for before, later in zip(times, times[1:], strict=False)} == {5}
+        assert {round(later - before) for before, later in itertools.pairwise(times)} == {5}
         assert world.replica.numbers.listings == 1, "and the replica's watch was not cut off"
 
 
