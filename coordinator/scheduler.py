@@ -76,6 +76,7 @@ class Scheduler:
         self._seen: tuple[Cluster, int] | None = None  # whose news the last turn has taken in
         self._reasons_at_ms = 0
         self._reasons_from = 0
+        self._reserved_for = ""
         self._due_ms: int | None = None
 
     async def run(self) -> None:
@@ -214,12 +215,16 @@ class Scheduler:
         )
 
     def _reason_intents(self, snapshot: Snapshot, plan: Plan, now_ms: int) -> list[Intent]:
-        """A few waiting jobs whose reason differs from the one in their record, going round among all that wait."""
-        if now_ms - self._reasons_at_ms < REASONS_EVERY_MS:
-            return []
-        self._reasons_at_ms = now_ms
-        jobs = list(islice(snapshot.waiting, self._reasons_from, self._reasons_from + REASONS_LOOKED_AT))
-        self._reasons_from = self._reasons_from + len(jobs) if len(jobs) == REASONS_LOOKED_AT else 0
+        """A few waiting jobs whose reason differs from the one in their record, going round among all that wait; at once
+        that of the job which has the reservation, since its withdrawal is judged by it."""
+        ids = [id for id in sorted({plan.held_for, self._reserved_for}) if id in snapshot.waiting_jobs]
+        jobs = [snapshot.waiting_jobs[id] for id in ids]
+        self._reserved_for = plan.held_for
+        if now_ms - self._reasons_at_ms >= REASONS_EVERY_MS:
+            self._reasons_at_ms = now_ms
+            some = list(islice(snapshot.waiting, self._reasons_from, self._reasons_from + REASONS_LOOKED_AT))
+            self._reasons_from = self._reasons_from + len(some) if len(some) == REASONS_LOOKED_AT else 0
+            jobs += [job for job in some if job.id not in ids]
         keys = self._replica.key_values
         intents: list[Intent] = []
         for job in jobs:
