@@ -216,7 +216,7 @@ class Agent:
             case Stop(key, grace_seconds, ungranted):
 
                 async def allowed() -> bool:
-                    return not (ungranted and await self._assignments.is_granted(key))
+                    return not ungranted or await self._assignments.is_unlisted(key)
 
                 operations.stop(key, grace_seconds, allowed)
             case Remove(key):

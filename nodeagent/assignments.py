@@ -12,7 +12,16 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.model import Task
-from coordinator.records import Unreadable, decode, encode, grant_key, grant_prefix, task_key, task_prefix
+from coordinator.records import (
+    LEADER,
+    Unreadable,
+    decode,
+    encode,
+    grant_key,
+    grant_prefix,
+    task_key,
+    task_prefix,
+)
 from coordinator.store import (
     Change,
     Compacted,
@@ -34,6 +43,7 @@ from nodeagent.view import SeenGrant, WriteTask
 log = logging.getLogger("serai.agent")
 
 STORE_RETRY_SECONDS = 1.0
+ATTEMPT_DIGITS = 9
 Attempt = tuple[str, int]
 
 
@@ -50,6 +60,7 @@ class Assignments:
         self._changed = changed
         self._mods: dict[TaskKey, int] = {}
         self._must_reread = False
+        self._revision = 0
         self.is_known = False
         self.grants: dict[Attempt, SeenGrant] = {}
         self.unreadable: dict[Attempt, str] = {}
@@ -62,6 +73,7 @@ class Assignments:
             try:
                 revision = await self._list()
                 async for batch in self._store.watch(grant_prefix(self._node), revision):
+                    self._revision = batch.revision
                     for change in batch.changes:
                         self._apply(change)
                     if batch.changes:
@@ -72,9 +84,17 @@ class Assignments:
                 log.warning("the store cannot be reached, tasks run on: %s", error)
                 await asyncio.sleep(STORE_RETRY_SECONDS)
 
-    async def is_granted(self, key: TaskKey) -> bool:
-        """A linearizable look at the store itself. StoreUnavailable."""
-        return await self._store.get(grant_key(self._node, key.job, key.attempt)) is not None
+    async def is_unlisted(self, key: TaskKey) -> bool:
+        """Whether a task may be stopped because it has no grant. Linearizable looks at the store itself; waits until a
+        coordinator leads. An etcd that has lost everything, or is about to be filled from a backup, has no grants
+        either, and no leader that holds its key under a lease. StoreUnavailable."""
+        while True:
+            leader = await self._store.get(LEADER)
+            if await self._store.get(grant_key(self._node, key.job, key.attempt)) is not None:
+                return False
+            if leader is not None and leader.lease:
+                return True
+            await asyncio.sleep(STORE_RETRY_SECONDS)
 
     async def write(self, writes: Sequence[WriteTask]) -> None:
         """What cannot be written now is asked for again by the next pass. StoreUnavailable."""
@@ -96,7 +116,12 @@ class Assignments:
         self.grants, self.unreadable = {}, {}
         for item in listing.items:
             self._see(item)
-        self.withdrawn |= before - self.grants.keys() - self.unreadable.keys()
+        if listing.revision >= self._revision:
+            self.withdrawn |= before - self.grants.keys() - self.unreadable.keys()
+        else:
+            # Nobody took them back: this is another store, or an older state of it. Orphans have their grace.
+            log.warning("the store went back from revision %d to %d", self._revision, listing.revision)
+        self._revision = listing.revision
         self.is_known = True
         self._changed()
         return listing.revision
@@ -118,6 +143,8 @@ class Assignments:
         attempt = self._attempt(item.key)
         try:
             grant = decode(Grant, item.value)
+            if (grant.job, grant.attempt) != attempt:
+                raise Unreadable(f"it is one of {grant.job}.{grant.attempt}")
         except Unreadable as error:
             # What runs for it runs on; nobody may take it for an orphan.
             log.error("grant %s.%d cannot be read: %s", *attempt, error)
@@ -129,8 +156,11 @@ class Assignments:
         self.grants[attempt] = SeenGrant(grant, item.create_revision)
 
     def _attempt(self, key: str) -> Attempt:
-        job, _, attempt = key.removeprefix(grant_prefix(self._node)).rpartition(".")
-        return job, int(attempt)
+        """A key that names none is its own job, which nothing that runs here can belong to."""
+        name = key.removeprefix(grant_prefix(self._node))
+        job, _, attempt = name.rpartition(".")
+        is_attempt = attempt.isascii() and attempt.isdigit() and len(attempt) <= ATTEMPT_DIGITS
+        return (job, int(attempt)) if is_attempt else (name, 0)
 
     # --- task records ----------------------------------------------------------------------------------------------
 

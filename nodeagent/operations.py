@@ -28,7 +28,7 @@ STEP_RETRY_MS = 10_000
 
 @define
 class Operations:
-    """`finished` is called after each end. `is_granted` answers with a linearizable read."""
+    """`finished` is called after each end."""
 
     runner: Runner
     steps: IsolationSteps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,9 @@ from attrs import evolve
 from coordinator.config import Settings
 from coordinator.model import Task, TaskState
 from coordinator.records import (
+    LEADER,
     Endpoint,
+    Leadership,
     decode,
     encode,
     endpoint_key,
@@ -125,6 +127,11 @@ class World:
         await self.memory.txn([], [Put(grant_key("n1", JOB, attempt), encode(grant))])
         return grant
 
+    async def lead(self) -> None:
+        """A coordinator leads: what it does not list may be stopped."""
+        lease = await self.memory.grant_lease(3600)
+        await self.memory.txn([], [Put(LEADER, encode(Leadership("c1", "", 1)), lease)])
+
     async def end_grant(self, attempt: int = 1) -> None:
         listing = await self.memory.list(task_prefix("n1"))
         writes = [Delete(item.key) for item in listing.items]
@@ -170,8 +177,10 @@ async def until(condition: Callable[[], Awaitable[T]], seconds: float = 20) -> T
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    yield World(tmp_path)
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    await made.lead()
+    yield made
     stop_all(tmp_path / "tasks", grace_seconds=0.1)
 
 
