@@ -94,13 +94,14 @@ def _one(options: argparse.Namespace) -> int:
     control = Control(options.control) if options.control else None
     numbers = {name: _numbers(getattr(options, f"without_{name}")) for name in ("jobs", "faults")}
     cut = Cut(numbers["jobs"], numbers["faults"], frozenset(filter(None, options.without_odds.split(","))))
-    scenario = cut.of(draw(options.seed))
+    whole = draw(options.seed, late=control is Control.RENEWAL_OFF)
+    scenario = cut.of(whole)
     result = play(scenario, control)
     if options.story:
         print("\n".join(result.story))
     print(f"seed {options.seed}: {result.failure or 'every promise was kept'}")
     if result.failure and options.shrink:
-        smaller, _ = shrunk(draw(options.seed), result.failure, control, SHRINK_SECONDS)
+        smaller, _ = shrunk(whole, result.failure, control, SHRINK_SECONDS)
         print(f"python -m tests.simulation --seed {options.seed}{smaller.options()} --story")
     return 1 if result.failure else 0
 
@@ -128,7 +129,7 @@ def _shown(seed: int, violation: str) -> dict[str, object]:
 def _control(control: Control, seeds: int) -> dict[str, object]:
     """The first seed at which the missing safeguard is noticed."""
     for seed in range(seeds):
-        result = play(draw(seed), control)
+        result = play(draw(seed, late=control is Control.RENEWAL_OFF), control)
         if result.failure:
             return {"control": control.value, "found_at_seed": seed, "violation": result.failure}
     return {"control": control.value, "found_at_seed": None, "seeds": seeds}

@@ -168,6 +168,8 @@ class Checks:
                 self._check_attempt_over(before, job)
                 self._check_end(before, job)
                 self._check_time_limit(before, job)
+            if job.stop is not None and before.stop is None:
+                self._check_time_limit(before, job)
         self.jobs[id] = job
         if job.allocation is not None:
             self.allocations[id, job.attempt] = job.allocation
@@ -221,18 +223,26 @@ class Checks:
             )
 
     def _check_time_limit(self, before: Job, after: Job) -> None:
-        """CT-3: a job ends at its limit of running time, and waiting is not running."""
+        """CT-3: a job is ended at its limit of running time, and not before; waiting is not running. Where it had ended
+        by itself, its own end is told; but an end by a signal cannot be told from one by our stop."""
         limit = before.spec.max_runtime_seconds
+        reason = after.reason if after.state.is_final else after.stop
         if (
-            after.reason is None
-            or after.reason.code is not ReasonCode.TIME_LIMIT
+            reason is None
+            or reason.code is not ReasonCode.TIME_LIMIT
             or limit is None
             or not self.clocks_agree
         ):
             return
         ran = sum(self.ran_seconds.get((after.id, attempt), 0.0) for attempt in range(1, after.attempt + 1))
+        now = [box.key for m in self.machines.values() for box in m.running() if box.key.job == after.id]
+        if not now and not after.state.is_final:
+            return
+        if now:
+            ran += self.loop.time() - self._started_at[after.id, after.attempt]
+        codes = [self.exits[key] for key in self.exits if (key.job, key.attempt) == (after.id, after.attempt)]
         hold(
-            ran >= limit - CLOCK_SLACK_SECONDS,
+            ran >= limit - CLOCK_SLACK_SECONDS or (not now and {137, 143} & {*codes}),
             f"{after.id} ran {ran:.1f} s and was ended at its limit of {limit} s",
         )
 

@@ -68,13 +68,18 @@ class Scenario:
     odds: Mapping[str, float] = field(factory=dict)
 
 
-def draw(seed: int) -> Scenario:
+def draw(seed: int, late: bool = False) -> Scenario:
+    """`late`: a small cluster with many jobs, and many requests that arrive after they were given up."""
     random = Random(seed)
+    late = late or seed % 10 == 9
     engine = "nomad" if random.random() < 0.35 else "agent"
+    is_crowded = random.random() < 0.2 or late
     nodes = tuple(
         random.choice(("1x16GiB:T4", "2x16GiB:T4", "2x40GiB:A100", "4x40GiB:A100:nvlink=2"))
         for _ in range(random.randint(3, 5))
     )
+    if is_crowded:
+        nodes = nodes[:1] + ("1x16GiB:T4",) * random.randint(0, 2)
     settings = Settings(
         engine=engine,
         report_seconds=random.choice((2, 4)),
@@ -85,7 +90,7 @@ def draw(seed: int) -> Scenario:
         orphan_grace_seconds=6,
         launch_retries=random.choice((1, 3)),
         back_off_seconds=1,
-        jobs_per_transaction=random.choice((1, 3, 40)),
+        jobs_per_transaction=1 if is_crowded else random.choice((1, 3, 40)),
         log_retention_seconds=20,
         compact_keep_revisions=random.choice((20, 100)),
         compact_keep_seconds=5,
@@ -94,13 +99,20 @@ def draw(seed: int) -> Scenario:
     for kind in SMALL_FAULTS:
         if random.random() < 0.5:
             odds[kind] = random.choice((0.002, 0.01, 0.04))
+    if is_crowded:
+        odds["late"] = 0.06
+    if late:
+        odds = {"late": 0.25}
     return Scenario(
         seed,
         engine,
         random.randint(2, 3),
         nodes,
         settings,
-        tuple(_wish(random, [int(gpus[0]) for gpus in nodes]) for _ in range(random.randint(6, 18))),
+        tuple(
+            _wish(random, [int(gpus[0]) for gpus in nodes])
+            for _ in range(random.randint(6, 18) * (1 + is_crowded))
+        ),
         tuple(sorted(_faults(random, engine, len(nodes)), key=lambda fault: fault.at)),
         odds,
     )
@@ -117,7 +129,7 @@ def _wish(random: Random, gpus_of_nodes: list[int]) -> Wish:
         words.append(f"stuck_ms={random.choice((3000, 20000))}")
     if random.random() < 0.15:
         words.append(f"launch={random.choice(('slow', 'image', 'refused'))}")
-    count = random.choice((1, 1, 1, 1, 2, 3))
+    count = min(sum(gpus_of_nodes), random.choice((1, 1, 1, 1, 2, 3)))
     most = max(gpus_of_nodes) if count == 1 else 1
     kind = random.choice(("whole", "part", "part", "none"))
     isolation = "mps" if kind == "part" and random.random() < 0.3 else ""

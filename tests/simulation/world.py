@@ -74,7 +74,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.api: Api | None = None
         self.users = Users(self.loop, self.checks, self._serving, len(scenario.wishes))
-        skews_ms = (0, 0, 400, -1500) if self.random.random() < 0.7 else (0, 300_000, -300_000)
+        skews_ms = (0, 0, 400, -1500) if self.random.random() < 0.7 else (0, 60_000, -60_000)
         self.skews_ms: dict[str, int] = {}
         for name in ("api", *(f"c{number + 1}" for number in range(scenario.coordinators)), *self.machines):
             self.skews_ms[name] = self.random.choice(skews_ms)
