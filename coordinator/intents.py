@@ -8,13 +8,13 @@ reason       the queue record learns why it waits, for whoever reads etcd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
 from coordinator.commit import Intent
 from coordinator.lifecycle import Transition, allocated
-from coordinator.model import Allocation, Job
+from coordinator.model import Allocation, Job, UsageHour
 from coordinator.records import (
     Unreadable,
     decode,
@@ -24,6 +24,7 @@ from coordinator.records import (
     job_key,
     queue_key,
     task_key,
+    usage_key,
 )
 from coordinator.store import Compare, Delete, KeyValue, Put, Write, unchanged
 from jobspecs.container import Grant
@@ -31,6 +32,7 @@ from vgpu.reasons import Reason, ReasonCode
 
 # A job that is retried for ever must not grow its record without end; the newest happenings are kept.
 HISTORY_LENGTH = 50
+HOURS_PER_INTENT = 50
 
 Keys = Mapping[str, KeyValue]
 
@@ -49,8 +51,9 @@ def placement_intent(job: Job, allocation: Allocation, grants: Sequence[Grant], 
     return Intent(job.id, (unchanged(waiting, keys[waiting].mod_revision),), tuple(writes))
 
 
-def transition_intent(transition: Transition, keys: Keys, extra: Iterable[Write] = ()) -> Intent | None:
-    """None when the record has gone since the snapshot. `extra` are writes that must land with it (usage)."""
+def transition_intent(transition: Transition, keys: Keys, most_writes: int) -> Intent | None:
+    """None when the record has gone since the snapshot. Of a job with more task records than a transaction takes, some
+    stay behind its end; nothing reads them any more, and the sweep deletes them."""
     before, after = transition.before, transition.after
     old, new = folder_key(before), folder_key(after)
     if old not in keys:
@@ -60,10 +63,17 @@ def transition_intent(transition: Transition, keys: Keys, extra: Iterable[Write]
     if new != old:
         writes.append(Delete(old))
     if after.allocation is None:
-        writes += [Delete(key) for key in _attempt_keys(before, keys)]
+        writes += [Delete(key) for key in _attempt_keys(before, keys)[: most_writes - len(writes)]]
     elif transition.stop:
         writes += _stop_writes(after, keys)
-    return Intent(before.id, (compare,), (*writes, *extra))
+    return Intent(before.id, (compare,), tuple(writes))
+
+
+def usage_intents(hours: Sequence[UsageHour]) -> list[Intent]:
+    """A few tenants' hours in each, so that any number of tenants fits."""
+    puts = [Put(usage_key(hour.tenant, hour.hour_ms), encode(hour)) for hour in hours]
+    parts = (puts[start : start + HOURS_PER_INTENT] for start in range(0, len(puts), HOURS_PER_INTENT))
+    return [Intent("", (), tuple(part)) for part in parts]
 
 
 def reason_intent(job: Job, reason: Reason, keys: Keys) -> Intent | None:
@@ -92,6 +102,7 @@ def _trimmed(job: Job) -> Job:
 
 
 def _attempt_keys(job: Job, keys: Keys) -> list[str]:
+    """Grants first: they must go with the end, since nothing that is over may hold one."""
     if job.allocation is None:
         return []
     grants = [grant_key(node, job.id, job.attempt) for node in job.allocation.nodes]

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve, frozen
 
-from coordinator.endings import Ending, ending, is_bad_end, ran_ms
+from coordinator.endings import NOT_RUN_CODE, Ending, ending, is_bad_end, ran_ms
 from coordinator.model import Allocation, Happening, Job, JobState, PastAttempt, Task, TaskState
 from coordinator.nodes import NodeStatus
 from coordinator.snapshot import ClusterSettings, Snapshot
@@ -145,6 +145,11 @@ def cancelled(job: Job, now_ms: int, reason: Reason | None = None) -> Job:
             reason = evolve(reason, numbers={**reason.numbers, HELD_RESERVATION: 1})
         return _moved(job, S.CANCELLED, now_ms, reason, ended_at_ms=now_ms)
     return _moved(job, S.CANCELLING, now_ms, reason)
+
+
+def given_up(job: Job, now_ms: int, reason: Reason) -> Job:
+    """The record of a waiting job that will never be started, for `reason`."""
+    return _moved(job, S.FAILED, now_ms, reason, exit_code=NOT_RUN_CODE, ended_at_ms=now_ms)
 
 
 def settle(snapshot: Snapshot) -> tuple[Transition, ...]:

@@ -29,16 +29,16 @@ from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines import Engine
 from coordinator.fairness import Policy, policy_from
 from coordinator.index import Index
-from coordinator.intents import placement_intent, reason_intent, transition_intent
+from coordinator.intents import placement_intent, reason_intent, transition_intent, usage_intents
 from coordinator.launches import Launches
 from coordinator.leader import Term
-from coordinator.lifecycle import Transition, settle
+from coordinator.lifecycle import Transition, given_up, settle
 from coordinator.market import keep_prices
-from coordinator.records import encode, usage_key
 from coordinator.replica import Replica
-from coordinator.store import Put, Store, StoreUnavailable
+from coordinator.store import Store, StoreUnavailable
 from coordinator.sweep import Sweep
 from jobspecs.render import grants_for
+from vgpu.reasons import Reason, ReasonCode
 
 log = logging.getLogger("serai.scheduler")
 
@@ -118,6 +118,7 @@ class Scheduler:
         if intents:
             outcome = await self._commit(intents)
             self._tell(snapshot, transitions, plan, outcome)
+            await self._give_up(snapshot, outcome.too_large)
             is_full = plan is not None and len(plan.placements) >= self._policy.placements_per_cycle
             if is_full or outcome.unavailable:
                 self._seen = None
@@ -134,6 +135,20 @@ class Scheduler:
         elif outcome.unavailable:
             raise StoreUnavailable("the commit was not taken")
         return outcome
+
+    async def _give_up(self, snapshot: Snapshot, jobs: Sequence[str]) -> None:
+        """Ends waiting jobs whose launch no transaction can hold: planned again, they would only keep others out."""
+        detail = (
+            "its grants do not fit into one transaction of the store: at most "
+            f"{self._settings.max_writes_per_transaction} records (max_writes_per_transaction, and --max-txn-ops of etcd)"
+        )
+        reason = Reason(ReasonCode.ENGINE_REFUSED, detail=detail)
+        keys, most = self._replica.key_values, self._settings.max_writes_per_transaction
+        waiting = [job for id in jobs if (job := snapshot.waiting_jobs.get(id)) is not None]
+        ends = [Transition(job, given_up(job, snapshot.now_ms, reason)) for job in waiting]
+        intents = [i for end in ends if (i := transition_intent(end, keys, most)) is not None]
+        if intents:
+            await self._commit(intents)
 
     def _has_seen(self, cluster: Cluster, news: int) -> bool:
         return self._seen is not None and self._seen[0] is cluster and self._seen[1] == news
@@ -159,9 +174,10 @@ class Scheduler:
 
     def _settling(self, transitions: Sequence[Transition], now_ms: int) -> list[Intent]:
         keys = self._replica.key_values
-        intents = [intent for t in transitions if (intent := transition_intent(t, keys)) is not None]
+        most = self._settings.max_writes_per_transaction
+        intents = [i for t in transitions if (i := transition_intent(t, keys, most)) is not None]
         if any(t.after.allocation is None for t in transitions):
-            intents.append(self._usage_intent(now_ms))
+            intents += usage_intents(self._replica.cluster.usage_hours(now_ms))
         return intents
 
     def _placing(self, snapshot: Snapshot, plan: Plan) -> list[Intent]:
@@ -206,12 +222,6 @@ class Scheduler:
             len(snapshot.waiting),
             len(outcome.refused),
             self._clock_ms() - snapshot.now_ms,
-        )
-
-    def _usage_intent(self, now_ms: int) -> Intent:
-        hours = self._replica.cluster.usage_hours(now_ms)
-        return Intent(
-            "", (), tuple(Put(usage_key(hour.tenant, hour.hour_ms), encode(hour)) for hour in hours)
         )
 
     def _reason_intents(self, snapshot: Snapshot, plan: Plan, now_ms: int) -> list[Intent]:

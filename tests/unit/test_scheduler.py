@@ -33,7 +33,7 @@ from coordinator.records import (
 )
 from coordinator.replica import Replica
 from coordinator.scheduler import Scheduler
-from coordinator.store import Compare, Delete, MemoryStore, Put, Store, TxnResult, Write
+from coordinator.store import Compare, Delete, MemoryStore, Put, RequestTooLarge, Store, TxnResult, Write
 from tests.builders import START_MS, job, node, report
 from tests.invariants import check_snapshot
 
@@ -47,13 +47,14 @@ async def _nowhere(node: str) -> Endpoint | None:
 class Term:
     """A scheduler with a replica of its own, following the store until `freeze`."""
 
-    def __init__(self, store: Store, name: str, revision: int) -> None:
+    def __init__(self, store: Store, name: str, revision: int, **changes: int) -> None:
+        settings = evolve(SETTINGS, **changes)
         self.replica = Replica(store, lambda: Cluster(SETTINGS), lambda: START_MS)
         self._following = asyncio.create_task(self.replica.run())
-        committer = Committer(store, SETTINGS, Leadership(name, "", 0), 0, revision)
+        committer = Committer(store, settings, Leadership(name, "", 0), 0, revision)
         engine, policy = AgentEngine(_nowhere), policy_from(SETTINGS)
         self.scheduler = Scheduler(
-            self.replica, engine, committer, SETTINGS, policy, lambda: START_MS, CycleMetrics(), Index()
+            self.replica, engine, committer, settings, policy, lambda: START_MS, CycleMetrics(), Index()
         )
 
     async def freeze(self) -> None:
@@ -67,33 +68,37 @@ class IntrudedStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop().time)
+        self.most_writes = 128
         self.intrusion: Sequence[Write] = ()
         self.tried: list[str] = []
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         placed = [w.key.removeprefix(JOBS) for w in writes if isinstance(w, Put) and w.key.startswith(JOBS)]
         self.tried += placed
+        if len(writes) > self.most_writes:
+            raise RequestTooLarge(f"{len(writes)} writes")
         if placed and self.intrusion:
             intrusion, self.intrusion = self.intrusion, ()
             await super().txn([], intrusion)
         return await super().txn(compares, writes)
 
 
-async def _elect(store: MemoryStore, name: str) -> Term:
+async def _elect(store: MemoryStore, name: str, **changes: int) -> Term:
     if await store.get(LEADER) is not None:
         await store.txn([], [Delete(LEADER)])
     elected = await store.txn([], [Put(LEADER, encode(Leadership(name, "", 0)))])
-    term = Term(store, name, elected.revision)
+    term = Term(store, name, elected.revision, **changes)
     await term.replica.wait_for(elected.revision)
     return term
 
 
 @asynccontextmanager
-async def _cluster(*jobs: Job) -> AsyncIterator[IntrudedStore]:
-    """One node with one GPU, and jobs that wait."""
+async def _cluster(*jobs: Job, nodes: int = 1, cpu: int = 128_000) -> AsyncIterator[IntrudedStore]:
+    """Nodes with one GPU each, and jobs that wait. It takes what etcd takes, or less."""
     store = IntrudedStore()
-    records = {inventory_key("n1"): node("n1", gpus=1), report_key("n1"): report("n1")}
-    puts = [Put(key, encode(record)) for key, record in records.items()]
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    puts = [Put(inventory_key(name), encode(node(name, gpus=1, cpu=cpu))) for name in names]
+    puts += [Put(report_key(name), encode(report(name))) for name in names]
     puts += [Put(tenant_key("a"), encode(Tenant("a", 1 << 20)))]
     puts += [Put(queue_key(j.tenant, j.id), encode(j)) for j in jobs]
     await store.txn([], puts)
@@ -169,4 +174,22 @@ async def test_what_has_ended_goes_and_its_place_is_given_in_the_following_turn(
             pass
         # The stop was asked for; until its end is confirmed the slices stay with it.
         assert await _live(store) == ["j1"]
+        await term.freeze()
+
+
+async def test_a_gang_that_no_transaction_holds_is_ended_with_the_reason() -> None:
+    """It is not planned for ever, keeping others from the slices that it can never be given."""
+    many = job("big", gpus=0, count=3)
+    async with _cluster(many, job("j2"), nodes=3, cpu=1000) as store:
+        store.most_writes = 4
+        term = await _elect(store, "c1.1", max_writes_per_transaction=4)
+        while await term.scheduler.turn():
+            await asyncio.sleep(0)
+        assert await _live(store) == ["j2"]
+        item = await store.get(done_key("big"))
+        assert item is not None
+        ended = decode(Job, item.value)
+        assert (ended.state, ended.exit_code) == (JobState.FAILED, 125)
+        assert ended.reason is not None
+        assert "at most 4 records" in ended.reason.detail
         await term.freeze()
