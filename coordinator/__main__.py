@@ -40,7 +40,7 @@ from coordinator.engines.nomad import NomadEngine, NomadSettings
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.index import Index
 from coordinator.leader import campaign
-from coordinator.records import Endpoint, decode, endpoint_key
+from coordinator.records import DONE, Endpoint, decode, endpoint_key
 from coordinator.rehearsal import load_compiled, rehearse
 from coordinator.replica import Replica
 from coordinator.scheduler import serve_term
@@ -175,7 +175,9 @@ def _spare_the_collector() -> None:
 
 
 def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
-    return Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms)
+    # A leader decides nothing about jobs that have ended: that one left jobs/ says all.
+    unread = () if keep_done else (DONE,)
+    return Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms, unread=unread)
 
 
 # --- the API ---------------------------------------------------------------------------------------------------------

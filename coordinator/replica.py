@@ -62,6 +62,8 @@ class _Listener:
 class Replica:
     """`run` keeps it up; all else reads. `make_cluster` gives an empty state to fold into.
 
+    `unread` are folders whose records mean nothing here: their keys are known, and no time is spent on what they hold.
+
     `changes` grows with everything that happens to the copy. `connected_since_ms` is when `connected` last changed.
     """
 
@@ -71,6 +73,7 @@ class Replica:
         make_cluster: Callable[[], Cluster],
         clock_ms: Callable[[], int],
         prefix: str = records.ROOT,
+        unread: tuple[str, ...] = (),
     ) -> None:
         self.cluster = make_cluster()
         self.changes = 0
@@ -80,6 +83,7 @@ class Replica:
         self._make_cluster = make_cluster
         self._clock_ms = clock_ms
         self._prefix = prefix
+        self._unread = unread
         self._keys: dict[str, KeyValue] = {}
         self._unreadable: dict[str, str] = {}
         self._listeners: list[_Listener] = []
@@ -172,7 +176,7 @@ class Replica:
         self._heard()
 
     async def _start_anew(self, listing: Listing) -> None:
-        decoded = await _decoded([Change(item) for item in listing.items])
+        decoded = await self._decoded([Change(item) for item in listing.items])
         self.cluster = self._make_cluster()
         self._keys = {}
         self._unreadable = {}
@@ -191,7 +195,7 @@ class Replica:
             known = self._keys.get(item.key)
             if known is None or known.mod_revision != item.mod_revision:
                 changes.append(Change(item))
-        decoded = await _decoded(changes)
+        decoded = await self._decoded(changes)
         self._fold(decoded, listing.revision)
         self._notify(decoded)
 
@@ -204,9 +208,20 @@ class Replica:
                 self._heard()
                 self._batches += 1
                 if batch.changes or batch.revision > self.revision:
-                    decoded = [(change, records.event(change)) for change in batch.changes]
+                    decoded = [(change, self._event(change)) for change in batch.changes]
                     self._fold(decoded, batch.revision)
                     self._notify(decoded)
+
+    async def _decoded(self, changes: Sequence[Change]) -> list[tuple[Change, Event | None]]:
+        """Reading the records is most of the work; the loop gets its turns in between."""
+        decoded: list[tuple[Change, Event | None]] = []
+        for start in range(0, len(changes), DECODED_AT_ONCE):
+            decoded += [(change, self._event(change)) for change in changes[start : start + DECODED_AT_ONCE]]
+            await asyncio.sleep(0)
+        return decoded
+
+    def _event(self, change: Change) -> Event | None:
+        return None if change.item.key.startswith(self._unread) else records.event(change)
 
     def _fold(self, decoded: Sequence[tuple[Change, Event | None]], revision: int) -> None:
         """All of it in one go, with one time: no reader runs in between."""
@@ -246,15 +261,6 @@ class Replica:
             self.connected_since_ms = self._clock_ms()
             log.info("replica revision=%d connected=%s", self.revision, connected)
             self._notify()
-
-
-async def _decoded(changes: Sequence[Change]) -> list[tuple[Change, Event | None]]:
-    """Reading the records is most of the work; the loop gets its turns in between."""
-    decoded: list[tuple[Change, Event | None]] = []
-    for start in range(0, len(changes), DECODED_AT_ONCE):
-        decoded += [(change, records.event(change)) for change in changes[start : start + DECODED_AT_ONCE]]
-        await asyncio.sleep(0)
-    return decoded
 
 
 def _is_valueless(key: str) -> bool:

@@ -27,6 +27,7 @@ from coordinator.index import Index
 from coordinator.leader import campaign
 from coordinator.model import Allocation, Happening, Job, JobState, Task, TaskPlacement, TaskState
 from coordinator.records import (
+    DONE,
     JOBS,
     LEADER,
     Endpoint,
@@ -82,7 +83,7 @@ async def lead(url: str, warm: bool) -> dict[str, float]:
         return None
 
     began = time.monotonic()
-    replica = Replica(store, lambda: Cluster(settings), clock_ms)
+    replica = Replica(store, lambda: Cluster(settings), clock_ms, unread=(DONE,))
     following = asyncio.create_task(replica.run())
     await replica.ready()
     listed_at = time.monotonic()

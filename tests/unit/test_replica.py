@@ -312,3 +312,22 @@ async def test_numbers_tell_what_was_done(link: Link, replica: Replica) -> None:
     assert (numbers.connected, numbers.revision, numbers.listings) == (True, link.revision, 1)
     assert (numbers.batches, numbers.changes, numbers.unreadable) == (1, 2, 0)
     assert 6.9 < numbers.quiet_seconds < 7.1
+
+
+async def test_what_a_leader_does_not_read_is_known_by_key_and_ends_a_job_all_the_same() -> None:
+    """The job leaves jobs/ in the transaction that writes its end, so that the end itself need not be read."""
+    store = MemoryStore(asyncio.get_running_loop().time)
+    live = running("j1", "n1", [piece("GPU-n1-0")])
+    await store.txn([], [Put(records.job_key("j1"), encode(live))])
+    replica = Replica(store, lambda: Cluster(settings()), lambda: START_MS, unread=(records.DONE,))
+    following = asyncio.create_task(replica.run())
+    await replica.ready()
+    assert list(replica.cluster.live_jobs) == ["j1"]
+    ended = [Put(records.done_key("j1"), b"not even JSON"), Delete(records.job_key("j1"))]
+    result = await store.txn([], ended)
+    await replica.wait_for(result.revision)
+    assert not replica.cluster.live_jobs
+    assert list(replica.key_values) == [records.done_key("j1")]
+    assert not replica.unreadable
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
