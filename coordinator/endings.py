@@ -55,15 +55,17 @@ def is_bad_end(task: Task) -> bool:
 
 
 def ran_ms(job: Job, tasks: Mapping[int, Task], now_ms: int) -> int:
-    """Running time of the present attempt, from its first task's start to its last one's end."""
-    started = [task.started_at_ms for task in tasks.values() if task.started_at_ms is not None]
-    if not started or job.allocation is None:
+    """Running time of the present attempt: that of its longest task. Each is measured by one clock, since those of two
+    nodes differ, and the difference would count anew with each attempt."""
+    if job.allocation is None:
         return 0
-    ends = [
-        now_ms if (task := tasks.get(placed.task)) is None or task.ended_at_ms is None else task.ended_at_ms
-        for placed in job.allocation.tasks
+    seen = [task for placed in job.allocation.tasks if (task := tasks.get(placed.task)) is not None]
+    ran = [
+        (now_ms if task.ended_at_ms is None else task.ended_at_ms) - task.started_at_ms
+        for task in seen
+        if task.started_at_ms is not None
     ]
-    return max(0, max(ends) - min(started))
+    return max(0, *ran) if ran else 0
 
 
 def ending(

@@ -289,6 +289,18 @@ def test_ex2_what_had_failed_before_the_stop_was_asked_for_did_not_end_because_o
     assert end.after.reason.code is ReasonCode.EXIT_CODE
 
 
+def test_ct3_the_clocks_of_two_nodes_may_differ_le_1():
+    """Seed 140 of the simulation: a gang was charged the difference of its nodes' clocks with each attempt."""
+    w = world(gang(max_runtime_seconds=60, retries=1))
+    ahead_ms = 30_000
+    for number, start_ms in enumerate((START_MS, START_MS + ahead_ms)):
+        times = {"started_at_ms": start_ms, "ended_at_ms": start_ms + 5_000}
+        w.see(model.TaskSeen(task(w.live("g"), number, T.EXITED, exit_code=1, **times)))
+    w.now = 6
+    [end] = w.settle()
+    assert (end.after.state, end.after.ran_ms) == (S.PENDING, 5_000)
+
+
 def test_ct3_the_time_limit_counts_running_time_over_all_attempts():
     """limit 60 s; ran 40 s before; killed after 20 more seconds of running."""
     w = world(running("j", "n1", [piece("GPU-n1-0")], max_runtime_seconds=60, ran_ms=40_000))
