@@ -63,6 +63,8 @@ class Checks:
         self.starts: dict[TaskKey, int] = defaultdict(int)
         self.ran_seconds: dict[tuple[str, int], float] = {}
         self._started_at: dict[tuple[str, int], float] = {}
+        self.ran: set[TaskKey] = set()  # written down as running or ended
+        self._wipes: dict[TaskKey, int] = {}
         self.given_up: dict[tuple[str, int], set[str]] = {}
         self.coordinators: dict[Process, str] = {}
         self.last_heard: dict[str, float] = {}
@@ -251,8 +253,10 @@ class Checks:
             f"{task.attempt_key} on {task.node} {task.state.value} code={task.exit_code}"
             f" {'released ' if task.released else ''}{task.fault} {task.detail}"
         )
+        key = TaskKey(task.job, task.attempt, task.task)
+        if task.state in (TaskState.RUNNING, TaskState.EXITED):
+            self.ran.add(key)
         if task.state is TaskState.EXITED and task.released:
-            key = TaskKey(task.job, task.attempt, task.task)
             alive = [box for box in self.machines[task.node].running() if box.key == key]
             hold(not alive, f"{key} runs on {task.node} and was released")
 
@@ -293,7 +297,12 @@ class Checks:
         try:
             self.starts[box.key] += 1
             self._started_at.setdefault((box.key.job, box.key.attempt), self.loop.time())
-            hold(self.starts[box.key] == 1, f"{box.key} was started twice")
+            # A machine that lost its containers before anybody wrote down that one ran cannot know that it did.
+            was_forgotten = (
+                machine.wipes > self._wipes.get(box.key, machine.wipes) and box.key not in self.ran
+            )
+            hold(self.starts[box.key] == 1 or was_forgotten, f"{box.key} was started twice")
+            self._wipes[box.key] = machine.wipes
             self._check_alone(machine, box)
             self._check_gpus(machine)
         except AssertionError as violation:

@@ -84,6 +84,7 @@ class Machine:
         self.engine_is_down = False
         self.skew_ms = 0
         self.boots = 0
+        self.wipes = 0
         self.source = SimulatedSource(name, gpus)
         self.gpus = {gpu.uuid: gpu for gpu in self.source.read_inventory().gpus}
         self._next = 1000
@@ -168,6 +169,7 @@ class Machine:
         self.ghosts.clear()
         self.daemons.clear()
         if wiped:
+            self.wipes += 1
             self.boxes.clear()
 
     def power_on(self) -> None:
