@@ -282,8 +282,19 @@ class _Freeing:
             rows[holder.node] = row
             found = self._draft.fit(task, row)
             if isinstance(found, Fit):
+                row = self._with_all_by(holder, row, left[holder.node])
+                found = self._draft.fit(task, row)
+                assert isinstance(found, Fit)
                 return (Spot(0, holder.node, task, found),), holder.end_ms, {holder.node: row}
         return None
+
+    def _with_all_by(self, last: _Holder, row: Row, left: list[_Holder]) -> Row:
+        """The row once everything that ends with `last` is gone."""
+        for holder in sorted(left):
+            if last.end_ms < _UNKNOWN_MS and holder.end_ms <= last.end_ms:
+                left.remove(holder)
+                row = _freed(row, holder, left)
+        return row
 
     def _of_gang(self, shape: Shape) -> Found | None:
         """The fewest holders that must end, by halving: what fits when some have ended fits when more have."""
@@ -299,15 +310,42 @@ class _Freeing:
                 low = middle
             else:
                 high, best = middle, found
+        end_ms = best[1]
+        while end_ms < _UNKNOWN_MS and high < len(self._holders) and self._holders[high].end_ms <= end_ms:
+            high += 1  # what ends with the last of them is free then too
+        return self._sparing(high, shape) or best
+
+    def _sparing(self, count: int, shape: Shape) -> Found | None:
+        """The same, with as few as can be of the nodes that are free already: those are left to others until then."""
+        ending = {holder.node for holder in self._holders[:count]}
+        free = [
+            name for name in sorted(self._draft.views) if name not in ending and self._is_free(name, shape)
+        ]
+        low, high, best = 0, len(free), self._after(count, shape, free) if free else None
+        if best is not None or not free:
+            return best
+        while low + 1 < high:
+            middle = (low + high) // 2
+            found = self._after(count, shape, free[:middle])
+            if found is None:
+                high = middle
+            else:
+                low, best = middle, found
         return best
 
-    def _after(self, count: int, shape: Shape) -> Found | None:
+    def _is_free(self, node: str, shape: Shape) -> bool:
+        row = self._draft.row(node)
+        return any(isinstance(self._draft.fit(task, row), Fit) for task in shape.tasks if task.count)
+
+    def _after(self, count: int, shape: Shape, spared: Sequence[str] = ()) -> Found | None:
         left = _by_node(self._holders)
         rows: dict[str, Row] = {node: self._draft.row(node) for node in left}
         for holder in self._holders[:count]:
             left[holder.node].remove(holder)
             rows[holder.node] = _freed(rows[holder.node], holder, left[holder.node])
-        spots = place(self._draft.beside(rows, "later"), shape, NO_LIMIT)
+        later = self._draft.beside(rows, "later")
+        later.hold(spared)
+        spots = place(later, shape, NO_LIMIT)
         if spots is None:
             return None
         end_ms = self._holders[count - 1].end_ms if count else self._draft.snapshot.now_ms
