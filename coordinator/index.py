@@ -12,62 +12,38 @@ that the compiled rules do not know (MIG instances, more than eight GPUs) are an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_not
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from coordinator import kernels as k
-from coordinator.fit import Fit, after, matches_model, remoteness
+from coordinator.fit import Fit, after
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
 from coordinator.snapshot import Snapshot, TaskShape
+from coordinator.tables import (
+    BITS,
+    MEMBERS,
+    NAMES,
+    REASONS,
+    STATES,
+    Nodes,
+    Table,
+    build_row,
+    compat,
+    doubled,
+    encoded,
+    is_odd,
+    price_tables,
+    sharing_of,
+)
 from coordinator.worth import Worth
 from vgpu import isolation
-from vgpu.inventory import WHOLE_GPU_MILLI, Gpu
 from vgpu.reasons import Reason, ReasonCode
-from vgpu.topology import Location, NodeTopology
+from vgpu.topology import Location
 
-Table = NDArray[np.int64]
-
-REASONS = (
-    ReasonCode.NODE_NOT_READY,
-    ReasonCode.NODE_CORDONED,
-    ReasonCode.NODE_CLOSED,
-    ReasonCode.LABELS_DIFFER,
-    ReasonCode.GPU_MODEL_DIFFERS,
-    ReasonCode.NOT_ENOUGH_IDLE_GPUS,
-    ReasonCode.NOT_ENOUGH_TOTAL_MEMORY,
-    ReasonCode.NOT_ENOUGH_DISTINCT_GPUS,
-    ReasonCode.NOT_ENOUGH_GPU_MEMORY,
-    ReasonCode.NOT_ENOUGH_GPU_COMPUTE,
-    ReasonCode.NO_ISOLATION,
-    ReasonCode.NOT_ENOUGH_CPU,
-    ReasonCode.NOT_ENOUGH_NODE_MEMORY,
-    ReasonCode.HELD_FOR_LONG_WAIT,
-)
-# The isolations that the compiled rules know, one bit each.
-_BITS = {"exclusive": 1, "mps": 2, "mig": 4, "timeslice": 8}
-_NAMES = tuple(tuple(sorted(name for name, bit in _BITS.items() if sharing & bit)) for sharing in range(16))
-# Nodes of one place stand in blocks of so many.
-_BLOCK = 64
 # More shapes than this are not remembered: what nobody asks for any more would fill the memory.
 _MOST_SHAPES = 2048
-_STATES = {ReasonCode.NODE_NOT_READY: 1, ReasonCode.NODE_CORDONED: 2, ReasonCode.NODE_CLOSED: 3}
-
-
-def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
-    """A score of `coordinator.fit` as the one number that the compiled rules make of it."""
-    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 3)
-    if task.gpus.count == 0:
-        return score[0] << 1 | score[1] if has_worth else score[0] << 54 | score[1] << 27 | score[2]
-    if _is_fraction(task):
-        return score[0] if has_worth else score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
-    first = place if task.gpus.count == 1 else score[0] << 6 | score[1]
-    return first << 26 | score[2] if has_worth else first << 32 | score[2] << 26 | score[3]
-
-
-def _is_fraction(task: TaskShape) -> bool:
-    return task.gpus.count == 1 and not task.gpus.is_whole
 
 
 @frozen
@@ -77,39 +53,6 @@ class _Asked:
     task: TaskShape
     constraints: Constraints
     number: int
-
-
-class _Nodes:
-    """The nodes in order of place and name, and what of them changes only with their inventories and labels."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        views = list(snapshot.nodes.values())
-        self.given = [view.name for view in views]
-        self.views = sorted(views, key=lambda v: (v.location.zone, v.location.rack, v.name))
-        self.names = [view.name for view in self.views]
-        self.number = {name: number for number, name in enumerate(self.names)}
-        self.places = sorted({v.location for v in views}, key=lambda place: (place.zone, place.rack))
-        place_of = {place: number for number, place in enumerate(self.places)}
-        self.place = [place_of[view.location] for view in self.views]
-        self.remoteness = remoteness(views, snapshot.settings.topology)
-        starts, self.block_of = [0], np.zeros(len(views), np.int64)
-        for number, place in enumerate(self.place):
-            if number and (place != self.place[number - 1] or number - starts[-1] >= _BLOCK):
-                starts.append(number)
-            self.block_of[number] = len(starts) - 1
-        self.block_starts = np.array([*starts, len(views)] if views else [0], np.int64)
-        self.block_place = np.array([self.place[start] for start in self.block_starts[:-1]], np.int64)
-        by_name = {name: order for order, name in enumerate(sorted(self.names))}
-        self.name_order = np.array([by_name[name] for name in self.names], np.int64)
-
-    def whole_ranks(self) -> list[int]:
-        """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
-        keys = []
-        for view in self.views:
-            mean = view.topology.mean_cost_milli
-            keys.append((-self.remoteness[view.location], 0 if mean < 0 else 1, -mean))
-        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-        return [ranks[key] for key in keys]
 
 
 class Index:
@@ -165,7 +108,7 @@ class Index:
         if len(snapshot.nodes) != len(self._views) or snapshot.settings is not self._snapshot.settings:
             return False
         views = list(snapshot.nodes.values())
-        changed = [n for n, is_new in enumerate(map(_is_other, views, self._views)) if is_new]
+        changed = [n for n, is_new in enumerate(map(is_not, views, self._views)) if is_new]
         for n in changed:
             old, new = self._views[n], views[n]
             if old.name != new.name or old.location != new.location:
@@ -191,7 +134,7 @@ class Index:
         return True
 
     def _rebuild(self, snapshot: Snapshot) -> None:
-        self._nodes = nodes = _Nodes(snapshot)
+        self._nodes = nodes = Nodes(snapshot)
         self._views = list(snapshot.nodes.values())
         self._touched.clear()
         self._python_rows.clear()
@@ -236,10 +179,10 @@ class Index:
     def _encoded(self, number: int, view: NodeView, known: Row | None = None) -> list[int]:
         row = view.row if known is None else known
         code = view.closed_to_work
-        state = 0 if code is None else _STATES[code]
+        state = 0 if code is None else STATES[code]
         build = self._build(row.build)
         pieces = row.pieces
-        sharing = [_sharing(piece) for piece in pieces]
+        sharing = [sharing_of(piece) for piece in pieces]
         if build < 0 or None in sharing:
             idle = row.idle_gpus
             head = [row.cpu_milli, row.memory_mib, state, -1, 0, self._place_rank[number], 0, idle]
@@ -267,12 +210,12 @@ class Index:
         """Its place in the table of builds; -1 where the compiled rules do not know it."""
         known = self._builds.get(build)
         if known is None:
-            known = self._builds[build] = -1 if _is_odd(build) else len(self._build_of)
+            known = self._builds[build] = -1 if is_odd(build) else len(self._build_of)
             if known >= 0:
                 self._build_of.append(build)
                 if known == len(self._build_table):
                     self._build_table = np.concatenate([self._build_table, np.zeros_like(self._build_table)])
-                self._build_table[known] = _build_row(build)
+                self._build_table[known] = build_row(build)
                 self._grow_compat()
         return known
 
@@ -305,7 +248,7 @@ class Index:
             chosen = bit = 0
             for gpu, name in zip(found.gpus, found.isolations, strict=True):
                 chosen |= 1 << gpu
-                bit = _BITS[name]
+                bit = BITS[name]
             self._python_rows.pop(number, None)
             memory_mib = -1 if task.gpus.memory_mib is None else task.gpus.memory_mib
             self._idle_in[place] -= k.take(
@@ -335,7 +278,7 @@ class Index:
         count = line[k.COUNT]
         mib, milli, sharing = (line[k.PIECES + n * k.GPUS :][:count] for n in range(3))
         pieces = tuple(
-            Piece(m, c, _NAMES[share] if share >= 0 else (), share >= 0)
+            Piece(m, c, NAMES[share] if share >= 0 else (), share >= 0)
             for m, c, share in zip(mib, milli, sharing, strict=True)
         )
         row = Row(view.row.build, line[k.CPU], line[k.MEMORY], pieces)
@@ -410,7 +353,7 @@ class Index:
             self._rows, self._shapes, asked.number, number, self._build_table, self._compat,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
         )  # fmt: skip
-        gpus = _MEMBERS[chosen]
+        gpus = MEMBERS[chosen]
         sharing = 0
         for gpu in gpus:
             sharing = sharing << 4 | int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
@@ -446,7 +389,7 @@ class Index:
 
     def market(self, worth: Worth) -> tuple[dict[str, int], dict[int, int], int]:
         """What `coordinator.prices.with_market` must know of the nodes, at equal prices of models."""
-        cpu, values, whole = _tables(worth)
+        cpu, values, whole = price_tables(worth)
         rows = self._rows.copy()  # it may be asked from another thread
         found, idle, milli = k.node_values(
             rows, self._build_table, cpu, values, whole, worth.memory_step_mib, len(self._models)
@@ -477,13 +420,13 @@ class Index:
             self._compat = wider
         build = len(self._build_of) - 1
         for asked in self._asked.values():
-            self._compat[asked.number, build] = _compat(asked.task, self._build_of[build])
+            self._compat[asked.number, build] = compat(asked.task, self._build_of[build])
 
     def _enter(self, task: TaskShape, constraints: Constraints) -> _Asked:
         number = len(self._position)
         if number == len(self._keys):
             self._shapes, self._counts, self._compat = map(
-                _doubled, (self._shapes, self._counts, self._compat)
+                doubled, (self._shapes, self._counts, self._compat)
             )
             self._keys = np.concatenate([self._keys, np.full_like(self._keys, k.UNKNOWN)])
             self._minima = np.concatenate([self._minima, np.full_like(self._minima, k.NOTHING)])
@@ -503,7 +446,7 @@ class Index:
             self._constraints[constraints],
         )
         for build, known in enumerate(self._build_of):
-            self._compat[number, build] = _compat(task, known)
+            self._compat[number, build] = compat(task, known)
         self._position.append(-1)
         return _Asked(task, constraints, number)
 
@@ -522,82 +465,16 @@ class Index:
         names = []
         for gpu in gpus:
             sharing = int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
-            name = isolation.choose(asked.task.gpus, kinds.gpus[gpu], kinds.isolations, _NAMES[sharing])
+            name = isolation.choose(asked.task.gpus, kinds.gpus[gpu], kinds.isolations, NAMES[sharing])
             assert not isinstance(name, Reason)
             names.append(name)
         cost = kinds.topology.set_cost(gpus) if len(gpus) > 1 else 0
         return Fit(gpus, tuple(names), (), cost)
 
     def _set_prices(self, worth: Worth | None) -> None:
-        self._cpu_prices, self._values, self._whole = _tables(worth)
+        self._cpu_prices, self._values, self._whole = price_tables(worth)
         self._step_mib = worth.memory_step_mib if worth else 1
         self._prices = np.array(
             [0 if not model else worth.models.get(model, 1000) if worth else 1000 for model in self._models],
             np.int64,
         )
-
-
-def _tables(worth: Worth | None) -> tuple[Table, Table, Table]:
-    if worth is None:
-        return np.zeros(0, np.int64), np.zeros((0, 1, 1), np.int64), np.zeros((0, 1), np.int64)
-    return np.array(worth.cpu, np.int64), np.array(worth.values, np.int64), np.array(worth.whole, np.int64)
-
-
-def _doubled(table: Table) -> Table:
-    return np.concatenate([table, np.zeros_like(table)])
-
-
-def _is_other(first: object, second: object) -> bool:
-    return first is not second
-
-
-def _sharing(piece: Piece) -> int | None:
-    """One bit for each isolation; -1 closed; None where one is unknown."""
-    if not piece.is_open:
-        return -1
-    bits = 0
-    for name in piece.sharing:
-        if name not in _BITS:
-            return None
-        bits |= _BITS[name]
-    return bits
-
-
-def _is_odd(build: NodeBuild) -> bool:
-    kinds = {(gpu.is_mig_instance, gpu.compute_milli, gpu.memory_mib > 0) for gpu in build.gpus}
-    return len(build.gpus) > k.GPUS or not kinds <= {(False, WHOLE_GPU_MILLI, True)}
-
-
-def _compat(task: TaskShape, build: NodeBuild) -> int:
-    """Which GPUs are of the model that is wanted, and beside which isolations the task can have a slice."""
-    request = task.gpus
-    if not build.gpus:
-        return 0
-    match = sum(1 << n for n, gpu in enumerate(build.gpus) if matches_model(request, gpu))
-    kind: Gpu = build.gpus[0]
-    for sharing, names in enumerate(_NAMES):
-        if not isinstance(isolation.choose(request, kind, build.isolations, names), Reason):
-            match |= 1 << (8 + sharing)
-    return match
-
-
-def _build_row(build: NodeBuild) -> list[int]:
-    """Memory of each GPU, costs of pairs, cost of each set, and which GPUs are as near to a set as its members are
-    to each other (`NodeTopology.domain_size`)."""
-    topology: NodeTopology = build.topology
-    size = len(build.gpus)
-    memory = [build.gpus[n].memory_mib if n < size else 0 for n in range(k.GPUS)]
-    pairs = [
-        topology.pairs[a][b] if a < size and b < size else 0 for a in range(k.GPUS) for b in range(k.GPUS)
-    ]
-    costs, near = [], []
-    for mask in range(256):
-        gpus = _MEMBERS[mask]
-        is_there = bool(gpus) and gpus[-1] < size
-        costs.append(topology.set_cost(gpus) if is_there else 0)
-        around = topology.around(gpus, range(size)) if is_there and len(gpus) > 1 else ()
-        near.append(sum(1 << gpu for gpu in around))
-    return [*memory, *pairs, *costs, *near, int(topology.is_flat)]
-
-
-_MEMBERS = tuple(tuple(n for n in range(k.GPUS) if mask >> n & 1) for mask in range(256))

@@ -1,0 +1,151 @@
+"""Nodes, builds, shapes and prices as rows of whole numbers: what `coordinator.index` keeps and `coordinator.kernels`
+reads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator import kernels as k
+from coordinator.fit import matches_model, remoteness
+from coordinator.nodes import NodeBuild, Piece
+from coordinator.snapshot import Snapshot, TaskShape
+from coordinator.worth import Worth
+from vgpu import isolation
+from vgpu.inventory import WHOLE_GPU_MILLI, Gpu
+from vgpu.reasons import Reason, ReasonCode
+from vgpu.topology import NodeTopology
+
+Table = NDArray[np.int64]
+
+# By the numbers that `coordinator.kernels` has for them.
+REASONS = (
+    ReasonCode.NODE_NOT_READY,
+    ReasonCode.NODE_CORDONED,
+    ReasonCode.NODE_CLOSED,
+    ReasonCode.LABELS_DIFFER,
+    ReasonCode.GPU_MODEL_DIFFERS,
+    ReasonCode.NOT_ENOUGH_IDLE_GPUS,
+    ReasonCode.NOT_ENOUGH_TOTAL_MEMORY,
+    ReasonCode.NOT_ENOUGH_DISTINCT_GPUS,
+    ReasonCode.NOT_ENOUGH_GPU_MEMORY,
+    ReasonCode.NOT_ENOUGH_GPU_COMPUTE,
+    ReasonCode.NO_ISOLATION,
+    ReasonCode.NOT_ENOUGH_CPU,
+    ReasonCode.NOT_ENOUGH_NODE_MEMORY,
+    ReasonCode.HELD_FOR_LONG_WAIT,
+)
+# The isolations that the compiled rules know, one bit each.
+BITS = {"exclusive": 1, "mps": 2, "mig": 4, "timeslice": 8}
+NAMES = tuple(tuple(sorted(name for name, bit in BITS.items() if sharing & bit)) for sharing in range(16))
+MEMBERS = tuple(tuple(n for n in range(k.GPUS) if mask >> n & 1) for mask in range(256))
+# Nodes of one place stand in blocks of so many.
+_BLOCK = 64
+STATES = {ReasonCode.NODE_NOT_READY: 1, ReasonCode.NODE_CORDONED: 2, ReasonCode.NODE_CLOSED: 3}
+
+
+def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
+    """A score of `coordinator.fit` as the one number that the compiled rules make of it."""
+    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 3)
+    if task.gpus.count == 0:
+        return score[0] << 1 | score[1] if has_worth else score[0] << 54 | score[1] << 27 | score[2]
+    if _is_fraction(task):
+        return score[0] if has_worth else score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
+    first = place if task.gpus.count == 1 else score[0] << 6 | score[1]
+    return first << 26 | score[2] if has_worth else first << 32 | score[2] << 26 | score[3]
+
+
+def _is_fraction(task: TaskShape) -> bool:
+    return task.gpus.count == 1 and not task.gpus.is_whole
+
+
+class Nodes:
+    """The nodes in order of place and name, and what of them changes only with their inventories and labels."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        views = list(snapshot.nodes.values())
+        self.given = [view.name for view in views]
+        self.views = sorted(views, key=lambda v: (v.location.zone, v.location.rack, v.name))
+        self.names = [view.name for view in self.views]
+        self.number = {name: number for number, name in enumerate(self.names)}
+        self.places = sorted({v.location for v in views}, key=lambda place: (place.zone, place.rack))
+        place_of = {place: number for number, place in enumerate(self.places)}
+        self.place = [place_of[view.location] for view in self.views]
+        self.remoteness = remoteness(views, snapshot.settings.topology)
+        starts, self.block_of = [0], np.zeros(len(views), np.int64)
+        for number, place in enumerate(self.place):
+            if number and (place != self.place[number - 1] or number - starts[-1] >= _BLOCK):
+                starts.append(number)
+            self.block_of[number] = len(starts) - 1
+        self.block_starts = np.array([*starts, len(views)] if views else [0], np.int64)
+        self.block_place = np.array([self.place[start] for start in self.block_starts[:-1]], np.int64)
+        by_name = {name: order for order, name in enumerate(sorted(self.names))}
+        self.name_order = np.array([by_name[name] for name in self.names], np.int64)
+
+    def whole_ranks(self) -> list[int]:
+        """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
+        keys = []
+        for view in self.views:
+            mean = view.topology.mean_cost_milli
+            keys.append((-self.remoteness[view.location], 0 if mean < 0 else 1, -mean))
+        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+        return [ranks[key] for key in keys]
+
+
+def price_tables(worth: Worth | None) -> tuple[Table, Table, Table]:
+    if worth is None:
+        return np.zeros(0, np.int64), np.zeros((0, 1, 1), np.int64), np.zeros((0, 1), np.int64)
+    return np.array(worth.cpu, np.int64), np.array(worth.values, np.int64), np.array(worth.whole, np.int64)
+
+
+def doubled(table: Table) -> Table:
+    return np.concatenate([table, np.zeros_like(table)])
+
+
+def sharing_of(piece: Piece) -> int | None:
+    """One bit for each isolation; -1 closed; None where one is unknown."""
+    if not piece.is_open:
+        return -1
+    bits = 0
+    for name in piece.sharing:
+        if name not in BITS:
+            return None
+        bits |= BITS[name]
+    return bits
+
+
+def is_odd(build: NodeBuild) -> bool:
+    kinds = {(gpu.is_mig_instance, gpu.compute_milli, gpu.memory_mib > 0) for gpu in build.gpus}
+    return len(build.gpus) > k.GPUS or not kinds <= {(False, WHOLE_GPU_MILLI, True)}
+
+
+def compat(task: TaskShape, build: NodeBuild) -> int:
+    """Which GPUs are of the model that is wanted, and beside which isolations the task can have a slice."""
+    request = task.gpus
+    if not build.gpus:
+        return 0
+    match = sum(1 << n for n, gpu in enumerate(build.gpus) if matches_model(request, gpu))
+    kind: Gpu = build.gpus[0]
+    for sharing, names in enumerate(NAMES):
+        if not isinstance(isolation.choose(request, kind, build.isolations, names), Reason):
+            match |= 1 << (8 + sharing)
+    return match
+
+
+def build_row(build: NodeBuild) -> list[int]:
+    """Memory of each GPU, costs of pairs, cost of each set, and which GPUs are as near to a set as its members are
+    to each other (`NodeTopology.domain_size`)."""
+    topology: NodeTopology = build.topology
+    size = len(build.gpus)
+    memory = [build.gpus[n].memory_mib if n < size else 0 for n in range(k.GPUS)]
+    pairs = [
+        topology.pairs[a][b] if a < size and b < size else 0 for a in range(k.GPUS) for b in range(k.GPUS)
+    ]
+    costs, near = [], []
+    for mask in range(256):
+        gpus = MEMBERS[mask]
+        is_there = bool(gpus) and gpus[-1] < size
+        costs.append(topology.set_cost(gpus) if is_there else 0)
+        around = topology.around(gpus, range(size)) if is_there and len(gpus) > 1 else ()
+        near.append(sum(1 << gpu for gpu in around))
+    return [*memory, *pairs, *costs, *near, int(topology.is_flat)]
