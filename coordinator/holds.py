@@ -70,7 +70,7 @@ class Room:
         self.reservation: Reservation | None = None
         self._policy = policy
         self._now_ms = draft.snapshot.now_ms
-        self._taken: list[_Holder] = []
+        self._taken: list[tuple[Job, Spot]] = []
         self._later: dict[str, Row] = {}
         self._usable: frozenset[str] = frozenset()
         self._rest: Draft | None = None
@@ -117,7 +117,7 @@ class Room:
         """From now on the job is there."""
         reservation = self.reservation
         self.draft.take(spots)
-        self._taken += [_holder_of(spot, self.draft, self._end_ms(job)) for spot in spots]
+        self._taken += [(job, spot) for spot in spots]
         if reservation is None or self._rest is None:
             return
         if self._elsewhere is not None:
@@ -177,14 +177,15 @@ class Room:
         self._refused[self._rest] |= refused
 
     def _copy(self, rows: dict[str, Row], purpose: str) -> Draft:
-        changed = {holder.node: self.draft.row(holder.node) for holder in self._taken}
+        changed = {spot.node: self.draft.row(spot.node) for _, spot in self._taken}
         draft = self.draft.beside(changed | rows, purpose)
         self._refused[draft] = set()
         return draft
 
     def _holders(self) -> list[_Holder]:
         """What holds slices of the nodes that the job could use, in no order."""
-        found = [holder for holder in self._taken if holder.node in self._usable]
+        taken = [(job, spot) for job, spot in self._taken if spot.node in self._usable]
+        found = [_holder_of(spot, self.draft, self._end_ms(job)) for job, spot in taken]
         for name in self._usable:
             found += [_Holder(self._end_ms(job), *holder) for job, holder in _held_of(self.draft.views[name])]
         return found
