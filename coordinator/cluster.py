@@ -31,6 +31,8 @@ from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
 
+MOMENTS_PER_JOB = 8
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -166,7 +168,7 @@ class Cluster:
     def apply(self, event: model.Event, now_ms: int) -> None:
         """Takes in one event. `now_ms` is the time of the coordinator, never one from a record."""
         fold = _FOLDS.get(type(event))
-        if self._shares.is_due(now_ms):
+        if not self._is_listing and self._shares.is_due(now_ms):
             self._share(now_ms)
         if fold is not None:
             fold(self, event, now_ms)
@@ -349,11 +351,19 @@ class Cluster:
                 start_ms = max(job.allocation.allocated_at_ms, until.get(job.tenant, 0))
                 self._ledger.change(job.tenant, start_ms, use)
 
+    def _is_here(self, id: str) -> bool:
+        return id in self._jobs.now or id in self._waiting.now
+
     def _next_due(self, now_ms: int) -> int | None:
         """The next moment that concerns a job which is still there. What is due now is looked at in this snapshot."""
+        here = len(self._jobs.now) + len(self._waiting.now)
+        if len(self._due) > MOMENTS_PER_JOB * here + 1_000:
+            # Most jobs go long before their bounded wait or launch deadline comes; their moments must not pile up.
+            self._due = [moment for moment in self._due if self._is_here(moment[1])]
+            heapq.heapify(self._due)
         while self._due:
             at_ms, id = self._due[0]
-            if id not in self._jobs.now and id not in self._waiting.now:
+            if not self._is_here(id):
                 heapq.heappop(self._due)
             elif at_ms > now_ms:
                 return at_ms
