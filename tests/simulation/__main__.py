@@ -29,6 +29,7 @@ from tests.simulation.shrink import Cut, shrunk
 from tests.simulation.world import play
 
 CHUNK = 10
+PROGRESS_EACH = 200
 SHRINK_SECONDS = 60.0
 SHRUNK_AT_MOST = 5
 CONTROL_SEEDS = 600
@@ -113,10 +114,20 @@ def _numbers(text: str) -> frozenset[int]:
 def _play_all(first: int, seeds: int, workers: int) -> Iterator[Chunk]:
     spans = [(start, min(start + CHUNK, first + seeds)) for start in range(first, first + seeds, CHUNK)]
     if workers <= 1:
-        yield from map(play_span, spans)
+        yield from _told(map(play_span, spans), seeds)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(play_span, spans)
+        yield from _told(pool.map(play_span, spans), seeds)
+
+
+def _told(chunks: Iterator[Chunk], seeds: int) -> Iterator[Chunk]:
+    """The same, with a line of progress now and then."""
+    played = 0
+    for chunk in chunks:
+        before, played = played, played + chunk.seeds
+        if before // PROGRESS_EACH < played // PROGRESS_EACH:
+            print(f"{played} of {seeds} seeds", flush=True)
+        yield chunk
 
 
 def _shown(seed: int, violation: str) -> dict[str, object]:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.simulation.controls import Control
 from tests.simulation.scenario import draw
+from tests.simulation.shrink import shrunk
 from tests.simulation.world import play
 
 SEEDS = 300
@@ -72,6 +73,16 @@ def test_a_scenario_is_all_in_its_seed() -> None:
     assert draw(5) == draw(5)
     assert draw(5) != draw(6)
     assert {draw(seed).engine for seed in range(20)} == {"agent", "nomad"}
+
+
+def test_a_failing_seed_is_made_smaller() -> None:
+    played = ((seed, play(draw(seed), Control.LAUNCH_TWICE).failure) for seed in range(60))
+    seed, failure = next((seed, text) for seed, text in played if "was started twice" in text)
+    whole = draw(seed)
+    cut, result = shrunk(whole, failure, Control.LAUNCH_TWICE, seconds=10)
+    assert "was started twice" in result.failure
+    assert len(cut.of(whole).wishes) < len(whole.wishes) / 2
+    assert "--without-jobs" in cut.options()
 
 
 def test_nothing_of_a_seed_is_left_for_the_next() -> None:
