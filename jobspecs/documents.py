@@ -39,7 +39,7 @@ def parse_json(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> obj
     document = _decoded(text, max_bytes)
     _check_json_depth(document)
     try:
-        return json.loads(
+        value = json.loads(
             document,
             object_pairs_hook=_unique,
             parse_float=Decimal,
@@ -51,6 +51,8 @@ def parse_json(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> obj
         if isinstance(error, DocumentInvalid):
             raise
         raise DocumentInvalid("a number has too many digits") from error  # Python's bound for whole numbers
+    _check_text(value)
+    return value
 
 
 def parse_yaml(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> object:
@@ -58,7 +60,7 @@ def parse_yaml(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> obj
     document = _decoded(text, max_bytes)
     try:
         _check_events(document)
-        return yaml.load(document, Loader=_Loader)  # our loader makes only plain values
+        value = yaml.load(document, Loader=_Loader)  # our loader makes only plain values
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise DocumentInvalid(f"not YAML: {error.problem or error.context}", line) from error
@@ -68,6 +70,8 @@ def parse_yaml(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> obj
         if isinstance(error, DocumentInvalid):
             raise
         raise DocumentInvalid("a number has too many digits") from error
+    _check_text(value)
+    return value
 
 
 def _decoded(text: str | bytes, max_bytes: int) -> str:
@@ -93,10 +97,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
+def _check_text(value: object) -> None:
+    """Half of a surrogate pair can be written as an escape, and then never be written out again."""
+    if isinstance(value, str):
+        if not value.isascii() and _SURROGATE.search(value):
+            raise DocumentInvalid("half of a surrogate pair (\\ud800 to \\udfff) is no character")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key)
+            _check_text(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_text(item)
+
+
 def _no_constant(name: str) -> object:
     raise DocumentInvalid(f"{name} is no number")
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # A string that is not closed reaches to the end, so that no text makes the search start over and over.
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?(?:"|\Z)', re.DOTALL)
 

@@ -23,6 +23,7 @@ from coordinator.api.events import EventHub
 from coordinator.api.metrics import Metrics
 from coordinator.api.openapi import document
 from coordinator.api.problems import Fault, Problem, unavailable
+from coordinator.api.queries import header
 from coordinator.api.routes import ANYONE, ROUTES, Handler, Route
 from coordinator.api.submit import SubmitPump
 from coordinator.api.waiting import WaitingReasons
@@ -224,7 +225,7 @@ def _access(routes: dict[tuple[str, str], Route], request_seconds: float) -> Mid
 
 
 async def _authenticate(request: web.Request, route: Route) -> None:
-    caller = await api_of(request).tokens.caller(request.headers.get("Authorization", ""))
+    caller = await api_of(request).tokens.caller(header(request, "Authorization"))
     request[CALLER] = caller
     if route.role == ADMIN and not caller.is_admin:
         raise Problem(

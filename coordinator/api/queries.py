@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
-import msgspec
 from aiohttp import web
 
 from coordinator.api.problems import Fault, Problem, bad_parameter
+from jobspecs.documents import DocumentInvalid, parse_json
 
 MAX_LIMIT = 1000
 DEFAULT_LIMIT = 100
+_MOST_DIGITS = 19
 
 
 def known_only(request: web.Request, names: Sequence[str]) -> None:
@@ -29,7 +31,8 @@ def whole(request: web.Request, name: str, default: int | None, low: int, high: 
     text = request.query.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    if not is_number or not low <= int(text) <= high:
         raise bad_parameter(name, f"a whole number from {low} to {high}", text)
     return int(text)
 
@@ -49,17 +52,35 @@ def flag(request: web.Request, name: str) -> bool:
     return one_of(request, name, "0", ("0", "1", "false", "true")) in ("1", "true")
 
 
+def header(request: web.Request, name: str) -> str:
+    """Empty where it is not there. Bytes that are no UTF-8 are refused: they could not be written out again."""
+    text = request.headers.get(name, "")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise bad_parameter(name, "text in UTF-8", None, f"{name} is not UTF-8")
+    return text
+
+
+async def body_bytes(request: web.Request) -> bytes:
+    """The body, which is UTF-8 or nothing: other names of encodings are codecs that cost or do odd things."""
+    charset = (request.charset or "utf-8").lower()
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        text = f"send UTF-8, not {charset}"
+        raise Problem(415, "media_type", text, (Fault("Content-Type", text, "utf-8", charset),))
+    return await request.read()
+
+
 async def body_object(
     request: web.Request, kinds: Mapping[str, type | tuple[type, ...]], required: Sequence[str] = ()
 ) -> dict[str, object]:
     """The JSON object of the body, with only these fields, of these types. All faults are reported at once."""
-    raw = await request.read()
+    raw = await body_bytes(request)
     try:
-        body = msgspec.json.decode(raw) if raw.strip() else {}
-    except msgspec.DecodeError as error:
-        raise Problem(400, "bad_json", f"the body is not JSON: {error}") from error
+        body = parse_json(raw) if raw.strip() else {}
+    except DocumentInvalid as error:
+        raise Problem(400, "bad_json", f"the body cannot be read: {error}") from error
     if not isinstance(body, dict):
         raise Problem(400, "bad_json", "the body must be a JSON object")
+    body = {name: float(value) if isinstance(value, Decimal) else value for name, value in body.items()}
     faults = [
         Fault(name, f"unknown field {name!r}", sorted(kinds), None) for name in body if name not in kinds
     ]

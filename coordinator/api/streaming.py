@@ -9,7 +9,7 @@ from aiohttp import web
 from coordinator.api.context import api_of, caller_of
 from coordinator.api.events import Line, Subscription
 from coordinator.api.problems import Fault, Problem, bad_parameter
-from coordinator.api.queries import known_only
+from coordinator.api.queries import header, known_only
 from coordinator.store import StoreError
 
 _RETRY = b"retry: 2000\n\n"
@@ -65,7 +65,7 @@ def _text(lines: list[Line]) -> bytes:
 
 
 def _last_event(request: web.Request) -> int | None:
-    text = request.headers.get("Last-Event-ID", "").strip()
+    text = header(request, "Last-Event-ID").strip()
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 19):

@@ -14,7 +14,7 @@ from coordinator.api.answers import answer
 from coordinator.api.auth import Caller
 from coordinator.api.context import Api, api_of, caller_of
 from coordinator.api.problems import Fault, Problem, conflict, refused, unavailable
-from coordinator.api.queries import known_only
+from coordinator.api.queries import body_bytes, header, known_only
 from coordinator.api.submit import (
     IdempotencyConflict,
     IdTaken,
@@ -50,11 +50,11 @@ class Wish:
 async def submit_jobs(request: web.Request) -> web.Response:
     known_only(request, ())
     api, caller = api_of(request), caller_of(request)
-    key = request.headers.get(IDEMPOTENCY_HEADER, "")
+    key = header(request, IDEMPOTENCY_HEADER)
     if len(key) > _MAX_KEY:
         text = f"{IDEMPOTENCY_HEADER} is longer than {_MAX_KEY} characters"
         raise Problem(400, "bad_parameter", text, (Fault(IDEMPOTENCY_HEADER, text, _MAX_KEY, len(key)),))
-    wish = _read(await request.text(), request.content_type, caller, _list_limit(api))
+    wish = _read(await body_bytes(request), request.content_type, caller, _list_limit(api))
     # A retry gets the answer of the first time, even if the cluster would refuse the job by now.
     is_replay = bool(key) and await _replayed(api, wish, key)
     if not is_replay:
@@ -80,7 +80,7 @@ def _list_limit(api: Api) -> int:
     return max(1, api.settings.max_writes_per_transaction - 3)
 
 
-def _read(text: str, content_type: str, caller: Caller, limit: int) -> Wish:
+def _read(raw: bytes, content_type: str, caller: Caller, limit: int) -> Wish:
     if content_type not in (*_YAML, "application/json", "application/octet-stream", "text/plain"):
         limits = "application/json or application/yaml"
         raise Problem(
@@ -90,7 +90,7 @@ def _read(text: str, content_type: str, caller: Caller, limit: int) -> Wish:
             (Fault("Content-Type", limits, limits, content_type),),
         )
     try:
-        data = parse_yaml(text) if content_type in _YAML else parse_json(text)
+        data = parse_yaml(raw) if content_type in _YAML else parse_json(raw)
     except DocumentInvalid as error:
         raise Problem(400, "bad_body", f"the body cannot be read: {error}") from error
     is_list = isinstance(data, list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from aiohttp import web
 from attrs import evolve
@@ -22,6 +22,7 @@ from jobspecs.units import MAX_SIZE_MIB, ValueInvalid, parse_size
 
 _MAX_WEIGHT = 1_000_000
 _MAX_COMPUTE_MILLI = 10**9
+_MOST_EXPONENT = 12
 _ROUNDS = 10
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -259,9 +260,12 @@ def _take_compute(body: dict[str, object], changes: dict[str, int | None], fault
 def _milli(text: str) -> int | None:
     factor = Decimal(10) if text.endswith("%") else Decimal(1) if text.endswith("m") else Decimal(1000)
     try:
-        milli = Decimal(text.rstrip("%m")) * factor
+        number = Decimal(text.rstrip("%m"))
+        if not number.is_finite() or number.adjusted() > _MOST_EXPONENT:
+            return None  # a short text may stand for a number that takes minutes to write out
+        milli = number * factor
         return int(milli) if milli == milli.to_integral_value() else None
-    except (InvalidOperation, ValueError, OverflowError):
+    except (ArithmeticError, ValueError):
         return None
 
 
