@@ -126,7 +126,7 @@ def _is_lower(first, second):
 @njit(cache=True)
 def _bounds(row, build, cpu_prices, values, whole, step_mib, cpu, chosen, milli, memory, bounds):
     """The bounds of the worth of what is left (see `coordinator.worth`) once a task is on the GPUs of `chosen`."""
-    memory_steps = values.shape[2] - 1
+    memory_steps = values.shape[1] - 1
     idle = 0
     for q in range(len(cpu_prices)):
         bounds[q] = cpu_prices[q] * (row[CPU] - cpu)
@@ -143,10 +143,10 @@ def _bounds(row, build, cpu_prices, values, whole, step_mib, cpu, chosen, milli,
         if left_mib > 0 and left > 0:
             m = min(left_mib // step_mib, memory_steps) if memory_steps else 0
             for q in range(len(cpu_prices)):
-                bounds[q] += values[q, left // 10, m]
+                bounds[q] += values[left // 10, m, q]
     least = NOTHING
     for q in range(len(cpu_prices)):
-        least = min(least, bounds[q] + whole[q, idle])
+        least = min(least, bounds[q] + whole[idle, q])
     return least
 
 
@@ -248,22 +248,62 @@ def _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib,
 def _fraction(
     row, shape, build, mask, before, price, cpu_prices, values, whole, step_mib, bounds, idle, left_mib
 ):
+    """`bounds` are those of the node as it is, less its whole GPUs. GPUs alike side by side are looked at once."""
     best, chosen = NOTHING, 0
+    is_known = len(cpu_prices) > 0
     for n in range(row[COUNT]):
         if not mask >> n & 1:
             continue
-        if len(cpu_prices) > 0:
-            score = _loss(
-                row, shape, build, before, price, cpu_prices, values, whole, step_mib, 1 << n, bounds
-            )
+        if n and mask >> (n - 1) & 1 and _is_alike(row, build, n):
+            continue
+        need = build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
+        mib, milli = row[PIECES + n], row[PIECES + GPUS + n]
+        opens = 1 if _is_idle(row, build, n) else 0
+        if is_known:
+            score = np.int64(0)
+            if price:
+                after = _bound_after(
+                    opens, mib, milli, mib - need, milli - shape[S_MILLI], shape[S_CPU], idle,
+                    cpu_prices, values, whole, step_mib, bounds,
+                )  # fmt: skip
+                loss = (before - price * after // 1000 + 500_000) // 1_000_000
+                score = min(loss, np.int64((1 << 26) - 1))
         else:
-            need = build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
-            opens = 2 if _is_idle(row, build, n) else 0
-            left = 1000 * (row[PIECES + n] - need) // build[n] + row[PIECES + GPUS + n] - shape[S_MILLI]
-            score = (opens << 44) | (left << 32) | ((idle - (1 if opens else 0)) << 26) | left_mib
+            left = 1000 * (mib - need) // build[n] + milli - shape[S_MILLI]
+            score = (2 * opens << 44) | (left << 32) | ((idle - opens) << 26) | left_mib
         if score < best:
             best, chosen = score, 1 << n
     return best, chosen
+
+
+@njit(cache=True, inline="always")
+def _is_alike(row, build, n):
+    return (
+        row[PIECES + n] == row[PIECES + n - 1]
+        and row[PIECES + GPUS + n] == row[PIECES + GPUS + n - 1]
+        and row[PIECES + 2 * GPUS + n] == row[PIECES + 2 * GPUS + n - 1]
+        and build[n] == build[n - 1]
+    )
+
+
+@njit(cache=True)
+def _bound_after(
+    opens, mib, milli, mib_after, milli_after, cpu, idle, cpu_prices, values, whole, step_mib, bounds
+):
+    """The least bound once a slice was cut from one GPU, from the bounds before."""
+    memory_steps = values.shape[1] - 1
+    m_before = min(mib // step_mib, memory_steps) if memory_steps else 0
+    m_after = min(mib_after // step_mib, memory_steps) if memory_steps else 0
+    is_left = mib_after > 0 and milli_after > 0
+    least = NOTHING
+    for q in range(len(cpu_prices)):
+        bound = bounds[q] - cpu_prices[q] * cpu + whole[idle - opens, q]
+        if not opens:
+            bound -= values[milli // 10, m_before, q]
+        if is_left:
+            bound += values[milli_after // 10, m_after, q]
+        least = min(least, bound)
+    return least
 
 
 @njit(cache=True)

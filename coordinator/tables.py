@@ -93,9 +93,12 @@ class Nodes:
 
 
 def price_tables(worth: Worth | None) -> tuple[Table, Table, Table]:
+    """Prices of CPU, values of pieces and of whole GPUs; the five prices of CPU stand side by side."""
     if worth is None:
-        return np.zeros(0, np.int64), np.zeros((0, 1, 1), np.int64), np.zeros((0, 1), np.int64)
-    return np.array(worth.cpu, np.int64), np.array(worth.values, np.int64), np.array(worth.whole, np.int64)
+        return np.zeros(0, np.int64), np.zeros((1, 1, 0), np.int64), np.zeros((1, 0), np.int64)
+    values = np.array(worth.values, np.int64).transpose(1, 2, 0)
+    whole = np.array(worth.whole, np.int64).transpose()
+    return np.array(worth.cpu, np.int64), np.ascontiguousarray(values), np.ascontiguousarray(whole)
 
 
 def doubled(table: Table) -> Table:
