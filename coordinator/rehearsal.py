@@ -18,6 +18,7 @@ from coordinator.cycle import plan_cycle
 from coordinator.fairness import policy_from
 from coordinator.index import Index
 from coordinator.model import InventorySeen, Job, JobSeen, JobState, ReportSeen, Tenant, TenantSeen
+from coordinator.placement import Draft
 from coordinator.prices import FEWEST_JOBS, size_prices, with_market
 from coordinator.replica import Replica
 from coordinator.worth import kind_of
@@ -59,6 +60,7 @@ def load_compiled() -> None:
             plan.waiting[id]
         sizes = size_prices(kinds, _CARD_MIB)
         cluster.worth = with_market(sizes, kinds, *memo.market(sizes)) if sizes else None
+    Draft(cluster.snapshot(1), index=memo).hold(("a",))
 
 
 async def rehearse(replica: Replica, settings: Settings, clock_ms: Callable[[], int], memo: Index) -> None:
