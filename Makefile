@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint check bench bench-fairness format lock protos services clean simulate
+.PHONY: demo test lint check bench bench-fairness kill-rounds format lock protos services clean simulate
 
 $(READY): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "Serai needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
@@ -45,6 +45,10 @@ SEEDS ?= 300
 FROM  ?= 0
 simulate: $(READY)  ## the whole system on one virtual clock with faults at every step: SEEDS=N FROM=S, writes build/bench/simulate.json
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
+
+ROUNDS ?= 100
+kill-rounds: $(READY)  ## leaders and agents killed and paused under load on a real etcd: ROUNDS=N, writes build/bench/failover.json
+	$(BIN)/python -m tests.benchmarks.kill_rounds --rounds $(ROUNDS)
 
 format: $(READY)
 	$(BIN)/ruff format .
