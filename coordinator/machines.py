@@ -14,7 +14,16 @@ from attrs import define, field
 
 from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskState
-from coordinator.nodes import NodeBuild, NodeFacts, NodeStatus, NodeView, Use, build_of, view_node
+from coordinator.nodes import (
+    NodeBuild,
+    NodeFacts,
+    NodeStatus,
+    NodeView,
+    Use,
+    build_of,
+    view_node,
+    with_report,
+)
 from coordinator.snapshot import ClusterSettings
 from vgpu.inventory import NodeInventory, NodeReport
 
@@ -50,11 +59,13 @@ class Machines:
         self._settings = settings
         self._machines: dict[str, _Machine] = {}
         self._stale: set[str] = set()
+        self._renewed: set[str] = set()  # their views only lack the figures of the newest report
         self._views: dict[str, NodeView] = {}
         self._claims: dict[str, set[str]] = {}
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
-        self.memory_mib = self.compute_milli = 0  # GPUs of all nodes that are not given up, as of the last views
+        # GPUs of all nodes that are not given up, as of the last views
+        self.memory_mib = self.compute_milli = 0
         self.news = 0  # grows with what may let a cycle decide otherwise
 
     @property
@@ -69,13 +80,15 @@ class Machines:
             if machine.missing_since_ms is None:
                 machine.missing_since_ms = now_ms
         self._mark_silent(silent, now_ms, lost_ms)
-        if self._stale:
+        if self._stale or self._renewed:
             self._views = dict(self._views)
+            for name in self._renewed - self._stale:
+                self._views[name] = with_report(self._views[name], self._machines[name].report)
             for name in self._stale:
                 self._count(name, -1)
                 self._view(name, now_ms, lost_ms)
                 self._count(name, 1)
-            self._stale = set()
+            self._stale, self._renewed = set(), set()
         silent = [m for m in silent if m.name in self._views]
         lost = [m for m in silent if self._views[m.name].status is NodeStatus.LOST]
         lost_jobs = frozenset(id for machine in lost for id in machine.jobs)
@@ -168,9 +181,15 @@ class Machines:
             machine.build = self._builds.setdefault(build, build)
 
     def _report(self, report: NodeReport, now_ms: int) -> None:
-        machine = self._machine(report.node)
-        if machine.released or machine.report is None or _decides(machine.report) != _decides(report):
-            self.news += 1  # most reports only bring newer figures, and no cycle is run for them
+        machine = self._machines.get(report.node)
+        before = machine.report if machine is not None else None
+        if machine is None or before is None or machine.released or _decides(before) != _decides(report):
+            machine = self._machine(report.node)
+            self.news += 1
+        else:
+            self._renewed.add(
+                report.node
+            )  # most reports only bring newer figures, and no cycle is run for them
         machine.report = report
         machine.missing_since_ms = None
         machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from coordinator.model import Job, NodeAdmin, TaskPlacement
 from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
@@ -284,6 +284,13 @@ def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) 
         memory_free_mib=row.memory_mib,
         uses=ordered,
     )
+
+
+def with_report(view: NodeView, report: NodeReport | None) -> NodeView:
+    """The view with the figures of a newer report, from which nothing else follows."""
+    reports = {gpu.uuid: gpu for gpu in report.gpus} if report else {}
+    gpus = tuple(evolve(gpu, report=reports.get(gpu.gpu.uuid)) for gpu in view.gpus) if reports else view.gpus
+    return evolve(view, report=report, gpus=gpus)
 
 
 def _gpu_views(facts: NodeFacts, uses: Sequence[Use]) -> tuple[GpuView, ...]:

@@ -74,3 +74,24 @@ def test_news_is_what_a_cycle_may_decide_otherwise_for() -> None:
     lost_ms = START_MS + 10 + 1000 * Settings().lost_seconds
     assert cluster.snapshot(lost_ms - 1).news == before
     assert cluster.snapshot(lost_ms).news > before, "given up by the time that passed"
+
+
+def test_a_report_that_only_brings_newer_figures_gives_the_view_that_a_whole_look_would() -> None:
+    """The short way and the long way end in the same view; and placement sees the very same row."""
+    uuid = node("n1", gpus=2).gpus[0].uuid
+    first = report("n1", START_MS, foreign={uuid: 900})
+    figures = tuple(evolve(gpu, temperature_celsius=70, memory_used_mib=901) for gpu in first.gpus)
+    newer = evolve(first, at_ms=START_MS + 1, sequence=2, gpus=figures, cpu_used_milli=5)
+    short, long = Cluster(Settings()), Cluster(Settings())
+    for cluster in (short, long):
+        cluster.apply(model.InventorySeen(node("n1", gpus=2)), START_MS)
+        cluster.apply(model.ReportSeen(first), START_MS)
+    row = short.snapshot(START_MS).nodes["n1"].row
+    short.apply(model.ReportSeen(newer), START_MS)
+    long.apply(model.ReportSeen(newer), START_MS)
+    found, expected = (cluster.snapshot(START_MS + 1).nodes["n1"] for cluster in (short, long))
+    assert found.report == newer
+    assert found.row is row
+    assert found.gpus == expected.gpus
+    assert found.gpus[0].report == figures[0]
+    assert (found.status, found.row) == (expected.status, expected.row)
