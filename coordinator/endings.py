@@ -55,17 +55,21 @@ def is_bad_end(task: Task) -> bool:
 
 
 def ran_ms(job: Job, tasks: Mapping[int, Task], now_ms: int) -> int:
-    """Running time of the present attempt: that of its longest task. Each is measured by one clock, since those of two
-    nodes differ, and the difference would count anew with each attempt."""
+    """Running time of the present attempt: that of its longest task. One that has ended is measured by its node's
+    clock alone, since those of two nodes differ, and the difference would count anew with each attempt; one that runs,
+    by `now_ms`, and from no earlier than its allocation."""
     if job.allocation is None:
         return 0
-    seen = [task for placed in job.allocation.tasks if (task := tasks.get(placed.task)) is not None]
-    ran = [
-        (now_ms if task.ended_at_ms is None else task.ended_at_ms) - task.started_at_ms
-        for task in seen
-        if task.started_at_ms is not None
-    ]
-    return max(0, *ran) if ran else 0
+    ran = [0]
+    for placed in job.allocation.tasks:
+        task = tasks.get(placed.task)
+        if task is None or task.started_at_ms is None:
+            continue
+        if task.ended_at_ms is not None:
+            ran.append(task.ended_at_ms - task.started_at_ms)
+        else:
+            ran.append(now_ms - max(task.started_at_ms, job.allocation.allocated_at_ms))
+    return max(ran)
 
 
 def ending(

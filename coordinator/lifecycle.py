@@ -237,13 +237,7 @@ def _why_stop(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Sna
     if bad and len(job.allocation.tasks) > 1:
         return Reason(ReasonCode.SIBLING_FAILED, {"task": bad[0]})
     limit, now_ms = job.spec.max_runtime_seconds, snapshot.now_ms
-    started_ms = _started_ms(job, tasks)
-    # What has ended and is only waited for until its GPUs are clean does not run into its limit any more.
-    runs = any(tasks[n].state is not TaskState.EXITED for n in tasks) or len(tasks) < len(
-        job.allocation.tasks
-    )
-    ran_ms = now_ms - started_ms + job.ran_ms if started_ms is not None and runs else 0
-    if limit is not None and ran_ms >= 1000 * limit:
+    if limit is not None and job.ran_ms + ran_ms(job, tasks, now_ms) >= 1000 * limit:
         return Reason(ReasonCode.TIME_LIMIT, {"limit_seconds": limit})
     waited_ms = now_ms - job.allocation.allocated_at_ms
     deadline_seconds = snapshot.settings.launch_deadline_seconds

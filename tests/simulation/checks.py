@@ -240,8 +240,6 @@ class Checks:
         now = [box.key for m in self.machines.values() for box in m.running() if box.key.job == after.id]
         if not now and not after.state.is_final:
             return
-        if any(not self.starts[TaskKey(after.id, after.attempt, n)] for n in range(before.spec.task_count)):
-            return  # a gang runs from its first start on, though one of it is still to start
         if now:
             ran += self.loop.time() - self._started_at[after.id, after.attempt]
         codes = [self.exits[key] for key in self.exits if (key.job, key.attempt) == (after.id, after.attempt)]

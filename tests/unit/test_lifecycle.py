@@ -289,6 +289,15 @@ def test_ex2_what_had_failed_before_the_stop_was_asked_for_did_not_end_because_o
     assert end.after.reason.code is ReasonCode.EXIT_CODE
 
 
+def test_ct3_waiting_for_one_of_the_gang_to_start_is_not_running():
+    """Seed 5412 of the simulation: two of three had ended well, and the third was still to start at the limit."""
+    w = world(gang(max_runtime_seconds=60))
+    times = {"started_at_ms": START_MS, "ended_at_ms": START_MS + 5_000}
+    w.see(model.TaskSeen(task(w.live("g"), 0, T.EXITED, exit_code=0, **times)))
+    w.now = 90
+    assert w.settle() == ()
+
+
 def test_ct3_the_clocks_of_two_nodes_may_differ_le_1():
     """Seed 140 of the simulation: a gang was charged the difference of its nodes' clocks with each attempt."""
     w = world(gang(max_runtime_seconds=60, retries=1))
