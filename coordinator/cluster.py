@@ -130,7 +130,7 @@ class Cluster:
     def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The usage records that have changed since the last call, for the leader to write."""
         self._end_listing()
-        return self._ledger.hours(now_ms)
+        return self._shares.hours(self._ledger.hours(now_ms), self._ledger, now_ms)
 
     def snapshot(self, now_ms: int) -> Snapshot:
         self._end_listing()
@@ -344,6 +344,7 @@ class Cluster:
         for hour in self._past:
             until[hour.tenant] = max(until.get(hour.tenant, 0), hour.until_ms)
             self._ledger.past(hour)
+            self._shares.past(hour)
         self._past.clear()
         for job in self._jobs.now.values():
             if job.allocation is not None:
@@ -399,4 +400,5 @@ _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {
     model.AdminSeen: Cluster._machine_event,
     model.AdminGone: Cluster._machine_event,
     model.RecordUnreadable: Cluster._machine_event,
+    model.RecordGone: Cluster._machine_event,
 }

@@ -196,13 +196,14 @@ class NodeAdmin:
 @frozen
 class UsageHour:
     """What a tenant used in one hour, in twelve buckets of five minutes: compute in thousandths x milliseconds and
-    memory in MiB x milliseconds. Complete up to `until_ms`."""
+    memory in MiB x milliseconds; and what it was entitled to of the compute. Complete up to `until_ms`."""
 
     tenant: str
     hour_ms: int
     until_ms: int
     compute_milli_ms: tuple[int, ...]
     memory_mib_ms: tuple[int, ...]
+    entitled_milli_ms: tuple[int, ...] = ()
     version: int = 1
 
 
@@ -310,6 +311,13 @@ class RecordUnreadable:
     detail: str
 
 
+@frozen
+class RecordGone:
+    """A key that named no record, and so could not be read, is gone."""
+
+    key: str
+
+
 Event = (
     JobSeen
     | JobGone
@@ -327,4 +335,5 @@ Event = (
     | GrantGone
     | UsageSeen
     | RecordUnreadable
+    | RecordGone
 )

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from attrs import define, field
+from attrs import define, evolve, field
 
-from coordinator.model import Tenant
+from coordinator.model import Tenant, UsageHour
+from coordinator.usage import UsageLedger
 
 # Shares are taken anew as often as this while demand changes; in between they count as they were.
 EVERY_MS = 1000
 BUCKET_MS = 5 * 60 * 1000
+BUCKETS = 12  # in an hour
 # Water levels are compared in steps of 2^-32 of a unit of weight; below that tenants count as equal.
 _LEVEL_BITS = 32
 
@@ -72,19 +74,52 @@ class ShareLedger:
         self._rates: dict[str, int] = {}
         self._at_ms: int | None = None
         self._buckets: deque[_Bucket] = deque()
+        self._by_start: dict[int, _Bucket] = {}
         self._sums: dict[str, int] = {}
+        self._unwritten: set[tuple[str, int]] = set()
 
     def set(self, now_ms: int, rates: Mapping[str, int]) -> None:
         """From now on the tenants are entitled to `rates`; until now it was what was last set."""
         self._advance(now_ms)
         self._rates = {tenant: rate for tenant, rate in rates.items() if rate}
 
+    def past(self, tenant: str, hour_ms: int, amounts: Sequence[int]) -> None:
+        """What an earlier leader wrote of one hour."""
+        for number, amount in enumerate(amounts):
+            if amount:
+                bucket = self._bucket(hour_ms + number * BUCKET_MS)
+                bucket.amounts[tenant] = bucket.amounts.get(tenant, 0) + amount
+                self._sums[tenant] = self._sums.get(tenant, 0) + amount
+
+    def amounts(self, tenant: str, hour_ms: int) -> tuple[int, ...]:
+        starts = range(hour_ms, hour_ms + BUCKETS * BUCKET_MS, BUCKET_MS)
+        found = (self._by_start.get(start_ms) for start_ms in starts)
+        return tuple(bucket.amounts.get(tenant, 0) if bucket else 0 for bucket in found)
+
+    def changed_hours(self, now_ms: int) -> list[tuple[str, int]]:
+        """(tenant, hour) of what has changed since the last call."""
+        self._advance(now_ms)
+        changed, self._unwritten = sorted(self._unwritten), set()
+        return changed
+
+    def _bucket(self, start_ms: int) -> _Bucket:
+        bucket = self._by_start.get(start_ms)
+        if bucket is None:
+            bucket = self._by_start[start_ms] = _Bucket(start_ms)
+            if self._buckets and start_ms < self._buckets[-1].start_ms:
+                self._buckets = deque(sorted([*self._buckets, bucket], key=lambda one: one.start_ms))
+            else:
+                self._buckets.append(bucket)
+        return bucket
+
     def window(self, now_ms: int) -> dict[str, int]:
         """Each tenant's integral over [now - window, now]."""
         self._advance(now_ms)
         start_ms = now_ms - self._window_ms
         while self._buckets and self._buckets[0].start_ms + BUCKET_MS <= start_ms:
-            for tenant, amount in self._buckets.popleft().amounts.items():
+            gone = self._buckets.popleft()
+            del self._by_start[gone.start_ms]
+            for tenant, amount in gone.amounts.items():
                 self._sums[tenant] -= amount
                 if not self._sums[tenant]:
                     del self._sums[tenant]
@@ -106,12 +141,12 @@ class ShareLedger:
         while at_ms < now_ms:
             start_ms = at_ms - at_ms % BUCKET_MS
             until_ms = min(now_ms, start_ms + BUCKET_MS)
-            if not self._buckets or self._buckets[-1].start_ms != start_ms:
-                self._buckets.append(_Bucket(start_ms))
-            amounts, sums, span_ms = self._buckets[-1].amounts, self._sums, until_ms - at_ms
+            amounts, sums, span_ms = self._bucket(start_ms).amounts, self._sums, until_ms - at_ms
+            hour_ms = start_ms - start_ms % (BUCKETS * BUCKET_MS)
             for tenant, rate in self._rates.items():
                 amounts[tenant] = amounts.get(tenant, 0) + rate * span_ms
                 sums[tenant] = sums.get(tenant, 0) + rate * span_ms
+                self._unwritten.add((tenant, hour_ms))
             at_ms = until_ms
 
 
@@ -164,3 +199,16 @@ class EntitledShares:
 
     def window(self, now_ms: int) -> dict[str, int]:
         return self._ledger.window(now_ms)
+
+    def past(self, hour: UsageHour) -> None:
+        self._ledger.past(hour.tenant, hour.hour_ms, hour.entitled_milli_ms)
+
+    def hours(self, changed: Sequence[UsageHour], ledger: UsageLedger, now_ms: int) -> tuple[UsageHour, ...]:
+        """`changed` and whatever else has changed here, all with what the tenants were entitled to."""
+        found = {(hour.tenant, hour.hour_ms): hour for hour in changed}
+        for tenant, hour_ms in self._ledger.changed_hours(now_ms):
+            if (tenant, hour_ms) not in found:
+                found[tenant, hour_ms] = ledger.hour(tenant, hour_ms, now_ms)
+        return tuple(
+            evolve(hour, entitled_milli_ms=self._ledger.amounts(*key)) for key, hour in sorted(found.items())
+        )

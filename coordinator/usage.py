@@ -142,6 +142,12 @@ class UsageLedger:
             self._forget(account, now_ms)
         return tuple(changed)
 
+    def hour(self, tenant: str, hour_ms: int, now_ms: int) -> UsageHour:
+        """The record of one hour as it stands, also of one in which nothing was held."""
+        account = self._accounts.get(tenant) or _Account(booked_ms=now_ms)
+        account.hours.setdefault(hour_ms, [_NOTHING] * BUCKETS)
+        return _record(tenant, hour_ms, account)
+
     def _forget(self, account: _Account, now_ms: int) -> None:
         for hour_ms in [h for h in account.hours if h + HOUR_MS < now_ms - self._window_ms]:
             del account.hours[hour_ms]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator import model
 from coordinator.fairness import TRILLION, Entitlement, Policy, TenantUse, Totals, debt_first, shares
 from coordinator.model import Tenant
 from coordinator.shares import BUCKET_MS, ShareLedger, share_weights, water_fill
@@ -150,3 +151,33 @@ def test_entitlement_is_of_what_is_held_and_wanted_within_the_limit():
     wanted = {"a": Use(0, 20 * CARD), "c": Use(0, 20 * CARD)}
     entitlement = Entitlement(w.snapshot(), SERAI, wanted)
     assert [entitlement.share_mib(name) for name in "abc"] == [6 * CARD, CARD, CARD]
+
+
+def test_what_tenants_were_entitled_to_outlives_a_leader():
+    """The next leader reads it from the hours of use, also of a tenant that only waited."""
+    w = World(node("n1", gpus=2))
+    w.tenant("a", CARD)
+    w.tenant("b", CARD)
+    w.snapshot()
+    w.submit(running("past", "n1", [piece("GPU-n1-0"), piece("GPU-n1-1")]), job("jb", tenant="b"))
+    w.snapshot()
+    w.now = 2 * 3600
+    before = shares(w.snapshot(), w.policy)
+    hours = w.cluster.usage_hours(w.now_ms)
+    assert {hour.tenant for hour in hours} == {"a", "b"}
+    assert w.cluster.usage_hours(w.now_ms) == ()
+    after = World(node("n1", gpus=2))
+    after.now = w.now
+    for event in (
+        *(model.TenantSeen(tenant) for tenant in w.cluster.tenants.values()),
+        *(model.UsageSeen(hour) for hour in hours),
+        model.JobSeen(w.live("past"), 1),
+        model.JobSeen(w.cluster.waiting_jobs["jb"], 2),
+    ):
+        after.see(event)
+    found = shares(after.snapshot(), after.policy)
+    assert {name: share.time for name, share in found.items()} == {name: s.time for name, s in before.items()}
+    assert found["b"].time < 0
+    after.now = w.now = 5 * 3600
+    later, as_if_one = shares(after.snapshot(), after.policy), shares(w.snapshot(), w.policy)
+    assert {n: s.time for n, s in later.items()} == {n: s.time for n, s in as_if_one.items()}
