@@ -279,6 +279,8 @@ def play(scenario: Scenario, control: Control | None = None) -> Result:
         world = World(scenario, control)
         result = world.run()
     finally:
+        # Where a `finally` wants a loop it must not get a fresh one, which would keep it.
+        asyncio.set_event_loop(None)
         # Coroutines of killed processes run their `finally` when they are thrown away: nobody is there any more.
         sys.unraisablehook = lambda raised: None
         try:
