@@ -294,7 +294,7 @@ class IndexedSearch:
         if node is None:
             return None
         best = self._spot(node)
-        if headroom.allows(self._draft.charge([best])):
+        if headroom.is_unlimited or headroom.allows(self._draft.charge([best])):
             return best
         for node in self._index.in_order(self._asked):
             spot = self._spot(node)

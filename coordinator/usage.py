@@ -41,6 +41,10 @@ class Headroom:
     memory_mib: int | None = None
     compute_milli: int | None = None
 
+    @property
+    def is_unlimited(self) -> bool:
+        return self.memory_mib is None and self.compute_milli is None
+
     def allows(self, use: Use) -> bool:
         memory_ok = self.memory_mib is None or use.memory <= self.memory_mib
         return memory_ok and (self.compute_milli is None or use.compute <= self.compute_milli)
