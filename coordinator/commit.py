@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import evolve, frozen
 
 from coordinator.config import Settings
-from coordinator.records import LEADER, Leadership, decode, encode
+from coordinator.records import LEADER, Leadership, encode
 from coordinator.store import (
     Compare,
     Delete,
@@ -169,7 +169,7 @@ class Committer:
                 revision = 0
             if not revision:
                 item = await self._store.get(LEADER)
-                if item is None or decode(Leadership, item.value) != wanted:
+                if item is None or item.value != put.value:
                     if item is not None and item.mod_revision == self._fence_revision:
                         raise StoreUnavailable("the leader key could not be renewed")
                     raise LeadershipLost("another coordinator holds the leader key")

@@ -126,6 +126,8 @@ class Machines:
             self._machine(event.node).admin = None
         elif isinstance(event, model.RecordUnreadable):
             self._record_unreadable(event)
+        elif isinstance(event, model.RecordGone):
+            self.readable(_record_id(event.key))
 
     def hold(self, job: Job) -> None:
         for node in job.allocation.nodes if job.allocation else ():
@@ -197,12 +199,10 @@ class Machines:
     def _record_unreadable(self, event: model.RecordUnreadable) -> None:
         """DA-7. Which nodes a record is about stands in its key, in the grants of its job (they are written in one
         transaction with it), and in what was read of it before. Its last readable form keeps what it holds."""
-        parts = event.key.strip("/").split("/")
-        if len(parts) < 3 or parts[1] not in ("queue", "jobs", "done", "grants"):
+        record = folder, name = _record_id(event.key)
+        if not name or folder not in ("queue", "jobs", "done", "grants"):
             return
-        folder, rest = parts[1], parts[2:]
-        record = (folder, "/".join(rest) if folder == "grants" else rest[-1])
-        nodes = {rest[0]} if folder == "grants" else set()
+        nodes = {name.partition("/")[0]} if folder == "grants" and "/" in name else set()
         if folder == "jobs":
             nodes |= {machine.name for machine in self._machines.values() if record[1] in machine.jobs}
         self._unreadable[record] = (event.key, frozenset(nodes))
@@ -288,6 +288,12 @@ class Machines:
         if machine.report is not None or machine.missing_since_ms is None:
             return False
         return now_ms - machine.missing_since_ms >= lost_ms
+
+
+def _record_id(key: str) -> RecordId:
+    """Folder and name; a grant's name has its node in it, of other records the last part is enough."""
+    folder, _, rest = key.strip("/").partition("/")[2].partition("/")
+    return folder, rest if folder == "grants" else rest.rpartition("/")[2]
 
 
 def _decides(report: NodeReport) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from attrs import evolve, field, frozen
 
 from coordinator.model import Job, NodeAdmin, TaskPlacement
-from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
+from vgpu.inventory import INVENTORY_VERSION, Gpu, GpuReport, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.slices import Slice
 from vgpu.topology import Location, NodeTopology, TopologyCosts, location, node_topology
@@ -243,6 +243,12 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
         return NodeStatus.CLOSED, Reason(
             ReasonCode.NODE_NOT_READY, subjects=(facts.name,), detail="no inventory"
         )
+    if (
+        version := facts.inventory.version
+    ) > INVENTORY_VERSION:  # its fields may mean something else by now (UP-1)
+        detail = f"incompatible: agent {facts.inventory.agent_version} writes records of version {version}"
+        detail += f", this coordinator knows {INVENTORY_VERSION}; update the coordinator"
+        return NodeStatus.CLOSED, Reason(ReasonCode.NODE_CLOSED, subjects=(facts.name,), detail=detail)
     if facts.report.closed:
         # Its agent says that it can start nothing, as while its Docker Engine is down.
         return NodeStatus.CLOSED, Reason(

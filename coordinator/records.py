@@ -24,6 +24,8 @@ becomes a `RecordUnreadable` event and never an exception: one bad record must n
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections.abc import Iterable, Iterator
 from random import Random
 from typing import TypeVar
 
@@ -42,6 +44,7 @@ from coordinator.model import (
     JobGone,
     JobSeen,
     NodeAdmin,
+    RecordGone,
     RecordUnreadable,
     ReportGone,
     ReportSeen,
@@ -54,9 +57,11 @@ from coordinator.model import (
     UsageHour,
     UsageSeen,
 )
-from coordinator.store import Change
+from coordinator.store import Change, KeyValue
 from jobspecs.container import Grant
 from vgpu.inventory import NodeInventory, NodeReport
+
+log = logging.getLogger("serai.records")
 
 ROOT = "/serai/"
 LEADER = ROOT + "leader/holder"
@@ -151,8 +156,17 @@ def decode(kind: type[R], value: bytes) -> R:
     """Strict about types, lenient about unknown fields. Raises `Unreadable`."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, ValueError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise Unreadable(f"not a {kind.__name__}: {error}") from error
+
+
+def readable(kind: type[R], items: Iterable[KeyValue]) -> Iterator[tuple[str, R]]:
+    """The records that can be read, each with the last part of its key: one bad one must not hide the others."""
+    for item in items:
+        try:
+            yield item.key.rpartition("/")[2], decode(kind, item.value)
+        except Unreadable as error:
+            log.warning("record=%s unreadable=%s", item.key, error)
 
 
 def new_job_id(now_ms: int, random: Random) -> str:
@@ -245,11 +259,14 @@ def event(change: Change) -> Event | None:
     key = change.item.key
     folder, _, rest = key.removeprefix(ROOT).partition("/")
     parts = rest.split("/")
-    try:
-        if change.deleted:
+    if change.deleted:
+        try:
             return _gone(folder, parts)
+        except (ValueError, IndexError, TypeError):
+            return RecordGone(key)  # its name was that of no record
+    try:
         return _seen(folder, parts, change)
-    except (Unreadable, ValueError) as error:
+    except (ValueError, IndexError) as error:
         return RecordUnreadable(key, str(error))
 
 
@@ -288,14 +305,24 @@ def _seen(folder: str, parts: list[str], change: Change) -> Event | None:
         return TenantSeen(_named(decode(Tenant, value), "name", parts[0]))
     if folder == "grants":
         grant = decode(Grant, value)
+        _check_place(change, grant_key(grant.node, grant.job, grant.attempt))
         return GrantSeen(parts[0], grant.job, grant.attempt, grant.stopping)
     if folder == "tasks":
-        return TaskSeen(decode(Task, value))
+        task = decode(Task, value)
+        _check_place(change, task_key(task.node, task.job, task.attempt, task.task))
+        return TaskSeen(task)
     if folder == "usage":
-        return UsageSeen(decode(UsageHour, value))
+        usage = decode(UsageHour, value)
+        _check_place(change, usage_key(usage.tenant, usage.hour_ms))
+        return UsageSeen(usage)
     if folder == "nodes":
         return _node_seen(parts, value)
     return None
+
+
+def _check_place(change: Change, key: str) -> None:
+    if change.item.key != key:
+        raise Unreadable(f"a record of {key} does not belong here")
 
 
 def _node_seen(parts: list[str], value: bytes) -> Event | None:

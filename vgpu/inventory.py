@@ -68,6 +68,10 @@ class Gpu:
         return self.parent or self.uuid
 
 
+# Raised when a field comes to mean something else; a field that is only added leaves it alone.
+INVENTORY_VERSION = 1
+
+
 @frozen
 class NodeInventory:
     """What a machine has. `isolations` are the names of the backends that may be used here; `engine_node_id` is the
@@ -86,7 +90,7 @@ class NodeInventory:
     engine_node_id: str = ""
     container_gpus: str = "devices"  # devices | nvidia-runtime | cdi
     simulated: bool = False
-    version: int = 1
+    version: int = INVENTORY_VERSION
 
 
 @frozen

@@ -22,7 +22,7 @@ from coordinator.api.dashboard import load_page
 from coordinator.api.events import EventHub
 from coordinator.api.metrics import Metrics
 from coordinator.api.openapi import document
-from coordinator.api.problems import Fault, Problem, unavailable
+from coordinator.api.problems import Fault, Problem, conflict, unavailable
 from coordinator.api.queries import header
 from coordinator.api.routes import ANYONE, ROUTES, Handler, Route
 from coordinator.api.submit import SubmitPump
@@ -30,6 +30,7 @@ from coordinator.api.waiting import WaitingReasons
 from coordinator.config import Settings
 from coordinator.fairness import policy_from
 from coordinator.gauges import WatchLag
+from coordinator.records import Unreadable
 from coordinator.replica import Replica
 from coordinator.store import Store, StoreError, StoreFull, StoreUncertain
 
@@ -155,6 +156,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _from_aiohttp(error).answer()
     except StoreError as error:
         return _from_store(error).answer()
+    except Unreadable as error:
+        logger.warning("%s %s: %s", request.method, request.match_info.route.resource, error)
+        text = f"a record that this needs cannot be read: {error}"
+        return conflict("record_unreadable", text, hint="an operator must mend or delete it in etcd").answer()
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:

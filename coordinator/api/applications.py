@@ -24,7 +24,7 @@ async def list_applications(request: web.Request) -> web.Response:
     api = api_of(request)
     tenant = allowed(caller_of(request), request.match_info["tenant"])
     listing = await api.store.list(f"{records.APPLICATIONS}{tenant}/")
-    applications = [records.decode(records.Application, item.value) for item in listing.items]
+    applications = [one for _, one in records.readable(records.Application, listing.items)]
     cursor = request.query.get("cursor", "")
     try:
         found, following = page(

@@ -14,7 +14,7 @@ from coordinator.api.queries import body_object, known_only, page_limit
 from coordinator.api.views import View, link_views
 from coordinator.model import NodeAdmin
 from coordinator.nodes import GpuView, NodeView
-from coordinator.store import Put, unchanged
+from coordinator.store import KeyValue, Put, unchanged
 from vgpu.sentences import sentence
 
 _MAX_REASON = 500
@@ -125,7 +125,7 @@ async def _set_cordon(request: web.Request, cordoned: bool, reason: str) -> web.
     key = records.admin_key(name)
     for _ in range(_ROUNDS):
         item = await api.store.get(key)
-        before = records.decode(NodeAdmin, item.value) if item else NodeAdmin(name)
+        before = _admin(item, name)
         after = evolve(before, cordoned=cordoned, cordon_reason=reason)
         compare = unchanged(key, item.mod_revision if item else 0)
         result = await api.store.txn((compare,), (Put(key, records.encode(after)),))
@@ -133,3 +133,11 @@ async def _set_cordon(request: web.Request, cordoned: bool, reason: str) -> web.
             await api.passed(result.revision)
             return await _answer(api, request)
     raise unavailable("busy", f"node {name!r} is being changed by others; try again")
+
+
+def _admin(item: KeyValue | None, name: str) -> NodeAdmin:
+    """One that cannot be read is written anew: closing a node must not fail."""
+    try:
+        return records.decode(NodeAdmin, item.value) if item else NodeAdmin(name)
+    except records.Unreadable:
+        return NodeAdmin(name)

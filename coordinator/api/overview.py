@@ -127,7 +127,10 @@ async def get_cluster(request: web.Request) -> web.Response:
     snapshot = api.snapshot()
     gpus = [view for node in snapshot.nodes.values() for view in node.gpus]
     item = await api.store.get(records.LEADER)
-    leader = records.decode(records.Leadership, item.value) if item else None
+    try:
+        leader = records.decode(records.Leadership, item.value) if item else None
+    except records.Unreadable:
+        leader = None
     body = {
         "nodes": _counted(
             (node.status.value for node in snapshot.nodes.values()), [status.value for status in NodeStatus]
@@ -144,6 +147,7 @@ async def get_cluster(request: web.Request) -> web.Response:
         if leader
         else None,
         "revision": snapshot.revision,
+        "unreadable": len(api.replica.unreadable),
         "engine": api.settings.engine,
         "version": api.version,
     }

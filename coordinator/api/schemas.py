@@ -285,6 +285,7 @@ _CLUSTER: Mapping[str, Schema] = {
         jobs=answer(**{state.lower(): COUNT for state in _STATES}),
         leader=nullable(ref("Leader")),
         revision=COUNT,
+        unreadable=COUNT,
         engine=TEXT,
         version=TEXT,
     ),

@@ -69,10 +69,7 @@ async def list_tokens(request: web.Request) -> web.Response:
     known_only(request, ("limit", "cursor"))
     api = api_of(request)
     listing = await api.store.list(records.TOKENS)
-    tokens = [
-        (item.key.removeprefix(records.TOKENS), records.decode(records.Token, item.value))
-        for item in listing.items
-    ]
+    tokens = list(records.readable(records.Token, listing.items))
     cursor = request.query.get("cursor", "")
     try:
         found, following = page(tokens, key=lambda pair: (pair[0],), limit=page_limit(request), cursor=cursor)

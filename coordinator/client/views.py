@@ -191,6 +191,7 @@ class ClusterView(TypedDict):
     jobs: dict[str, int]
     leader: dict[str, Any] | None
     revision: int
+    unreadable: int
     engine: str
     version: str
 

@@ -40,6 +40,7 @@ class LiveCluster:
         self.parts: dict[str, Part] = {}
         self.address = ""
         self._clients: list[Client] = []
+        self._starts = 0
         self._settings = folder / "settings.yaml"
         self._settings.write_text(yaml.safe_dump(SETTINGS | settings))
 
@@ -58,7 +59,7 @@ class LiveCluster:
         command += ["--listen", "127.0.0.1:0", "--config", str(self._settings)]
         for option, value in options.items():
             command += [f"--{option}", value]
-        part = self.parts[name] = await start(name, command, self.folder)
+        part = self.parts[name] = await self._start(name, command)
         if role == "scheduler":
             await self.until(lambda: _said(part, '"scheduler"'))
         else:
@@ -78,10 +79,15 @@ class LiveCluster:
             "127.0.0.1:0",
         ]
         command += ["--data-folder", str(self.folder / node), *options]
-        part = self.parts[node] = await start(f"{node}.{len(self.parts)}", command, self.folder)
+        part = self.parts[node] = await self._start(node, command)
         await ready_line(part, seconds=PATIENCE_SECONDS)
         await self.until(lambda: self._is_known(node))
         return part
+
+    async def _start(self, name: str, command: list[str]) -> Part:
+        """With a log of its own: what an earlier one said is no sign of this one."""
+        self._starts += 1
+        return await start(f"{name}.{self._starts}", command, self.folder)
 
     async def _is_known(self, node: str) -> bool:
         return await self.store.get(inventory_key(node)) is not None
