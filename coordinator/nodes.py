@@ -243,9 +243,7 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
         return NodeStatus.CLOSED, Reason(
             ReasonCode.NODE_NOT_READY, subjects=(facts.name,), detail="no inventory"
         )
-    if (
-        version := facts.inventory.version
-    ) > INVENTORY_VERSION:  # its fields may mean something else by now (UP-1)
+    if (version := facts.inventory.version) > INVENTORY_VERSION:  # its fields may mean something else (UP-1)
         detail = f"incompatible: agent {facts.inventory.agent_version} writes records of version {version}, this coordinator knows {INVENTORY_VERSION}; update the coordinator"
         return NodeStatus.CLOSED, Reason(ReasonCode.NODE_CLOSED, subjects=(facts.name,), detail=detail)
     if facts.report.closed:
