@@ -36,6 +36,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.store import Compare, Delete, MemoryStore, Put, RequestTooLarge, Store, TxnResult, Write
 from tests.builders import START_MS, job, node, report
 from tests.invariants import check_snapshot
+from vgpu.reasons import ReasonCode
 
 SETTINGS = Settings()
 
@@ -193,3 +194,28 @@ async def test_a_gang_that_no_transaction_holds_is_ended_with_the_reason() -> No
         assert ended.reason is not None
         assert "at most 4 records" in ended.reason.detail
         await term.freeze()
+
+
+async def test_the_job_with_the_reservation_is_told_at_once_and_its_withdrawal_is_remembered() -> None:
+    """b holds the only GPU; a's job is owed it and waits for it."""
+    async with _cluster(job("j1", tenant="b")) as store:
+        term = await _elect(store, "c1.1")
+        await term.scheduler.turn()
+        assert await _live(store) == ["j1"]
+        put = await store.txn([], [Put(queue_key("a", "j2"), encode(job("j2")))])
+        await term.replica.wait_for(put.revision)
+        while await term.scheduler.turn():
+            pass
+        item = await store.get(queue_key("a", "j2"))
+        assert item is not None
+        waiting = decode(Job, item.value)
+        assert waiting.reason is not None
+        assert waiting.reason.code is ReasonCode.RESERVED
+        gone = cancelled(waiting, START_MS)
+        ended = await store.txn([], [Delete(queue_key("a", "j2")), Put(done_key("j2"), encode(gone))])
+        await term.replica.wait_for(ended.revision)
+        assert term.replica.cluster.snapshot(START_MS).withdrawn == {"a": START_MS}
+        fresh = await _elect(store, "c2.1")
+        assert fresh.replica.cluster.snapshot(START_MS).withdrawn == {"a": START_MS}, "the next leader knows"
+        await term.freeze()
+        await fresh.freeze()
