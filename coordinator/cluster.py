@@ -69,7 +69,6 @@ class Cluster:
         self._lines = WaitingLines()
         self._revisions: _Shared[str, int] = _Shared()
         self._tasks: _Shared[tuple[str, int], Mapping[int, Task]] = _Shared()
-        self._grants: _Shared[tuple[str, int], Mapping[str, bool]] = _Shared()
         self._tenants: _Shared[str, Tenant] = _Shared()
         self._held: _Shared[str, Use] = _Shared()
         self._machines = Machines(settings)
@@ -152,7 +151,6 @@ class Cluster:
             done=self._done.lend(),
             tenants=self._tenants.lend(),
             tasks=self._tasks.lend(),
-            grants=self._grants.lend(),
             job_revisions=self._revisions.lend(),
             held=self._held.lend(),
             usage=self._ledger.window(now_ms),
@@ -315,17 +313,9 @@ class Cluster:
         self._tenants.own().pop(event.name, None)
 
     def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:
-        key = (event.job, event.attempt)
-        self._grants.own()[key] = {**self._grants.now.get(key, {}), event.node: event.stopping}
         self._machines.grant_seen(event.node, event.job, event.attempt)
 
     def _grant_gone(self, event: model.GrantGone, now_ms: int) -> None:
-        key = (event.job, event.attempt)
-        left = {n: s for n, s in self._grants.now.get(key, {}).items() if n != event.node}
-        if left:
-            self._grants.own()[key] = left
-        else:
-            self._grants.own().pop(key, None)
         self._machines.grant_gone(event.node, event.job, event.attempt)
 
     def _usage_seen(self, event: model.UsageSeen, now_ms: int) -> None:

@@ -113,13 +113,13 @@ Lines = Mapping[LineKey, Sequence[Job]]
 
 @frozen(eq=False)
 class Snapshot:
-    """`jobs` hold slices, `waiting_jobs` do not; `lines` are the latter in order, by tenant. `tasks` and `grants` go
-    by (job, attempt); a grant's value tells whether its end was asked for. `held` is what each tenant holds now,
-    `usage` its integral over the window, `entitled` that of the compute it was entitled to; `withdrawn` tells when a
-    tenant last took back a job for which slices were reserved. `restless` are the live jobs that may have to be settled. `next_due_ms` is
-    the next moment at which time alone changes something. `news` is `Cluster.news`: of two snapshots of one cluster
-    with the same, the later needs no cycle. `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes
-    that are not given up: what a tenant's shares are shares of."""
+    """`jobs` hold slices, `waiting_jobs` do not; `lines` are the latter in order, by tenant. `tasks` go by (job, attempt).
+    `held` is what each tenant holds now, `usage` its integral over the window, `entitled` that of the compute it was
+    entitled to; `withdrawn` tells when a tenant last took back a job for which slices were reserved. `restless` are the
+    live jobs that may have to be settled. `next_due_ms` is the next moment at which time alone changes something.
+    `news` is `Cluster.news`: of two snapshots of one cluster with the same, the later needs no cycle.
+    `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes that are not given up: what a tenant's
+    shares are shares of."""
 
     revision: int
     now_ms: int
@@ -131,7 +131,6 @@ class Snapshot:
     done: Mapping[str, Job]
     tenants: Mapping[str, Tenant]
     tasks: Mapping[tuple[str, int], Mapping[int, Task]]
-    grants: Mapping[tuple[str, int], Mapping[str, bool]]
     job_revisions: Mapping[str, int]
     held: Mapping[str, Use]
     usage: Mapping[str, Use]
