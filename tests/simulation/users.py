@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from coordinator.store import StoreUnavailable, StoreUncertain
@@ -26,12 +27,14 @@ class Users:
         wishes: int,
     ) -> None:
         self.open = wishes
+        self._keys = 0
         self._loop = loop
         self._checks = checks
         self._serving = serving
 
     def wants(self, wish: Wish) -> None:
-        self._submit(wish, f"key-{wish.at}" if wish.has_key else "")
+        self._keys += 1
+        self._submit(wish, f"key-{self._keys}" if wish.has_key else "")
 
     def _submit(self, wish: Wish, key: str) -> None:
         def again() -> None:
@@ -67,7 +70,11 @@ class Users:
             else:
                 self._loop.later(ANSWER_SECONDS, request.close, acknowledged, id)
 
-        process.spawn(ask())
+        process.spawn(ask()).add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._checks.fail(Violation(f"a request ended with {task.exception()!r}"))
 
     def _refused(self, sent: list[str]) -> None:
         """The API said that nothing was written."""
@@ -101,7 +108,7 @@ class Users:
             else:
                 self._loop.later(ANSWER_SECONDS, request.close, acknowledged, what)
 
-        process.spawn(ask())
+        process.spawn(ask()).add_done_callback(self._answered)
 
 
 class _Request:
