@@ -121,14 +121,11 @@ class _Cycle:
         turns, room = self._turns(), self.room
         while turns and not self._is_full:
             tenant = turns[0][-1]
-            head = self.queues[tenant].first()
+            head = self.queues[tenant].first(room.refused)
             if head is None:
                 heapq.heappop(turns)
                 continue
             shape, job = head
-            if room.is_refused(shape):
-                self.queues[tenant].refuse()
-                continue
             is_owed = not room.stops_borrowing or self._is_owed(shape, job)
             draft = room.open_to(job, is_owed)
             if self._serve(shape, job, draft):
@@ -163,7 +160,7 @@ class _Cycle:
 
     def _is_owed(self, shape: Shape, job: Job) -> bool:
         held, need = self.standings.held(job.tenant), self.cards.needs(shape).use
-        return self.entitlement.covers(job.tenant, held, need, self.room.is_late(job))
+        return self.entitlement.covers(job.tenant, held, need, self.room.is_starved(job))
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation

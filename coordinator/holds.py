@@ -18,13 +18,13 @@ less busy.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from attrs import frozen
 
-from coordinator.fairness import Policy
+from coordinator.fairness import STARVED_AFTER, Policy
 from coordinator.fit import Fit, after
 from coordinator.gangs import NO_LIMIT, place
 from coordinator.model import Job, TaskPlacement
@@ -86,6 +86,9 @@ class Room:
         """It has waited beyond the bounded wait."""
         return is_overdue(job, self._now_ms, self._policy.max_wait_seconds)
 
+    def is_starved(self, job: Job) -> bool:
+        return is_overdue(job, self._now_ms, STARVED_AFTER * self._policy.max_wait_seconds)
+
     def open_to(self, job: Job, is_owed: bool) -> Draft | None:
         """What this job may use; None for nothing."""
         reservation = self.reservation
@@ -108,6 +111,11 @@ class Room:
         if spots is None and place(draft, shape, NO_LIMIT) is None:
             self._refused[draft].add(shape)
         return spots
+
+    @property
+    def refused(self) -> Container[Shape]:
+        """Shapes for which nobody has room any more."""
+        return self._refused[self.draft]
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""
