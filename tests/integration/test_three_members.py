@@ -1,0 +1,168 @@
+"""A three-member etcd that loses members, data and history while jobs flow: none is lost, none runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from coordinator.client import ApiError, Client, Unreachable
+from coordinator.records import JOBS
+from coordinator.store import Put
+from tests.etcd_server import EtcdServer, make_members
+from tests.integration.live import LiveCluster, live_cluster, spec
+from tests.tcp_proxy import TcpProxy
+
+pytestmark = pytest.mark.etcd
+
+
+class Members:
+    """Three members in the place of one server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.members = make_members(folder, 3)
+        self.url = ",".join(member.url for member in self.members)
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    def leader(self) -> EtcdServer:
+        for member in self.members:
+            line = member.etcdctl("endpoint", "status").stdout
+            if line.split(", ")[4] == "true":
+                return member
+        raise AssertionError("no member leads")
+
+    def replace(self, lost: EtcdServer) -> None:
+        """Its disk is gone: it leaves the cluster, and joins again empty, as etcd's manual says."""
+        other = next(member for member in self.members if member is not lost)
+        lost.kill()
+        listed = other.etcdctl("member", "list").stdout
+        (id,) = re.findall(rf"^(\w+), \w+, {lost.name},", listed, re.MULTILINE)
+        other.etcdctl("member", "remove", id)
+        shutil.rmtree(lost.folder / "data")
+        deadline = time.monotonic() + 40
+        add = ("member", "add", lost.name, "--peer-urls", lost.peer_url)
+        while (said := other.etcdctl(*add, check=False)).returncode:  # until all have been seen up for 5 s
+            assert time.monotonic() < deadline, said.stderr
+            time.sleep(0.5)
+        lost._options = ("--initial-cluster-state", "existing")
+        lost.start()
+
+    def restart_each(self) -> None:
+        for member in self.members:
+            member.stop()
+            member.start()
+
+    def forget_history(self, revision: int) -> None:
+        self.members[0].etcdctl("compact", str(revision))
+        for member in self.members:
+            member.etcdctl("defrag")
+
+
+class Flow:
+    """Submits a job again and again, each with a key of its own, and keeps what was acknowledged."""
+
+    def __init__(self, client: Client, ran: Path) -> None:
+        self.ran = ran
+        self.ids: list[str] = []
+        self._client = client
+        self._task = asyncio.create_task(self._submit())
+
+    async def _submit(self) -> None:
+        number = 0
+        command = ["sh", "-c", f'echo "$SERAI_JOB_ID" >> {self.ran}; sleep 0.1']
+        while True:
+            number += 1
+            wanted = spec(f"j{number}", *command, tenant="a", gpus=1)
+            while True:
+                try:
+                    job = await self._client.submit(wanted, idempotency_key=f"key-{number}")
+                    break
+                except (ApiError, Unreachable) as error:
+                    if isinstance(error, ApiError) and error.status != 503:
+                        raise
+                    await asyncio.sleep(0.2)
+            self.ids.append(job["id"])
+            await asyncio.sleep(0.2)
+
+    @property
+    def runs(self) -> int:
+        return len(self.ran.read_text().split()) if self.ran.exists() else 0
+
+    async def goes_on(self, live: LiveCluster, jobs: int = 5) -> None:
+        until = self.runs + jobs
+        await live.until(lambda: self.runs >= until, seconds=60)
+        assert not self._task.done(), self._task.exception()
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@pytest.mark.timeout(240)
+async def test_members_die_lose_their_data_and_their_history(tmp_path: Path) -> None:
+    """ET-1, ET-2, LE-8: the leading member killed and restarted, a member that lost its disk, compaction up to the head
+    with defragmentation, a rolling restart; jobs are submitted and run all the time."""
+    members = await asyncio.to_thread(Members, tmp_path / "etcd")
+    live = LiveCluster(tmp_path, cast(EtcdServer, members), lease_seconds=3, node_lease_seconds=8)
+    try:
+        await live.start_coordinator()
+        admin = await live.bootstrap()
+        await live.start_agent("n1", "simulated:8x80GiB:A100")
+        await admin.create_tenant("a", quota_memory="640GiB")
+        flow = Flow(admin, tmp_path / "ran")
+        await flow.goes_on(live)
+        first = await asyncio.to_thread(members.leader)
+        await asyncio.to_thread(first.kill)
+        await flow.goes_on(live)
+        await asyncio.to_thread(first.start)
+        await asyncio.to_thread(members.replace, members.members[1])
+        await flow.goes_on(live)
+        revision = (await live.store.list(JOBS)).revision
+        await asyncio.to_thread(members.forget_history, revision)
+        await flow.goes_on(live)
+        await asyncio.to_thread(members.restart_each)
+        await flow.goes_on(live)
+        await flow.end()
+        for id in flow.ids:
+            assert (await admin.wait_for(id, timeout_seconds=60))["state"] == "SUCCEEDED", live.logs()
+        assert Counter((tmp_path / "ran").read_text().split()) == Counter(flow.ids)
+        assert len(flow.ids) >= 25
+        await live.check()
+    finally:
+        await live.stop()
+        await asyncio.to_thread(members.stop)
+
+
+async def test_an_agent_whose_watch_was_compacted_away_still_gets_its_grants(tmp_path: Path) -> None:
+    """ET-1: cut off from etcd while a grant for it was written and history was forgotten. A watch that is ended by a
+    compaction ends with a message and not with an error; an agent that overlooks it leaves the job allocated for ever."""
+    async with live_cluster(tmp_path, lease_seconds=3, node_lease_seconds=20) as live:
+        await live.start_coordinator()
+        admin = await live.bootstrap()
+        async with TcpProxy(live.etcd.client_port) as proxy:
+            await live.start_agent("n1", "simulated:1x16GiB:T4", "process", "--etcd", proxy.url)
+            await admin.create_tenant("a", quota_memory="16GiB")
+            await proxy.refuse()
+            job = await admin.submit(spec("job", "true", tenant="a", gpus=1))
+            await live.until(lambda: _is_allocated(live))
+            for number in range(100):
+                await live.store.txn([], [Put("/other/key", b"%d" % number)])
+            revision = (await live.store.list(JOBS)).revision
+            await live.store.compact(revision)
+            assert (await admin.job(job["id"]))["state"] == "ALLOCATED"
+            await proxy.restore()
+            assert (await admin.wait_for(job["id"], timeout_seconds=40))["state"] == "SUCCEEDED", live.logs()
+            await live.stop(["n1"])
+
+
+async def _is_allocated(live: LiveCluster) -> bool:
+    return bool(await live.keys("grants/"))
