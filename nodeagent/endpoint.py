@@ -23,7 +23,7 @@ class ExpiredOutput:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().split() if path.exists() else []
+        lines = path.read_text(errors="replace").split() if path.exists() else []
         self._keys = dict.fromkeys(lines[-REMEMBERED_KEYS:])
         path.write_text("".join(f"{key}\n" for key in self._keys))
 

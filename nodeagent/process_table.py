@@ -49,7 +49,7 @@ def process_of(pid: int) -> Process | None:
 
 def parse_stat(text: str) -> tuple[int, int, int]:
     """pid, session and start time of a /proc/<pid>/stat (proc(5): fields 1, 6 and 22; 2 may hold blanks and brackets)."""
-    pid = int(text.split(maxsplit=1)[0])
+    pid = int(text.partition(" ")[0])
     fields = text.rpartition(")")[2].split()
     if len(fields) < 20:
         raise ValueError("not a /proc/<pid>/stat")

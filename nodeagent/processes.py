@@ -235,7 +235,7 @@ class ProcessRunner:
         shell_runs = settings.boot_id == boot_id() and self._shell(folder) is not None
         # Looked at after the shell: one that ends in between has written its file before.
         if (folder / "exit").exists():
-            return _written_at_ms(folder / "exit"), int((folder / "exit").read_text()), ""
+            return _written_at_ms(folder / "exit"), *_exit_code(folder / "exit")
         if shell_runs:
             return None, None, ""
         detail = (
@@ -243,7 +243,9 @@ class ProcessRunner:
             if settings.boot_id == boot_id()
             else ("the machine was started anew")
         )
-        last_ms = max(_written_at_ms(folder / name) for name in ("shell", *STREAMS))
+        last_ms = max(
+            _written_at_ms(path) for name in ("shell", *STREAMS) if (path := folder / name).exists()
+        )
         return last_ms, 128 + signal.SIGKILL, detail
 
     def _shell(self, folder: Path) -> Process | None:
@@ -369,6 +371,14 @@ def _find_program(container: ContainerSettings, path: str) -> str:
     if "/" in program and os.path.exists(program):
         raise LaunchFailed("", f"{program} cannot be executed", 126)
     raise LaunchFailed("", f"{program} was not found", 127)
+
+
+def _exit_code(path: Path) -> tuple[int | None, str]:
+    """What the shell wrote; None and why, where the disk was full or somebody else wrote there (UP-2)."""
+    try:
+        return int(path.read_text()), ""
+    except ValueError:
+        return None, f"its exit code cannot be read in {path}"
 
 
 def _written_at_ms(path: Path) -> int:
