@@ -36,6 +36,8 @@ from vgpu.reasons import Reason, ReasonCode
 
 MILLION = 1_000_000
 TRILLION = 10**12
+# A job is starved after so many times the bounded wait. At the first of them it goes ahead of its tenant's other jobs.
+STARVED_AFTER = 2
 
 
 @frozen
@@ -112,14 +114,14 @@ class Policy:
     def unit(self, totals: Totals) -> int:
         return TRILLION if self.owed_first else totals.cluster_memory_mib * totals.integral * totals.weights
 
-    def is_owed(self, held: int, need: int, share: int, is_late: bool = False) -> bool:
+    def is_owed(self, held: int, need: int, share: int, is_starved: bool = False) -> bool:
         """Whether a job that needs `need` is within the entitled share of a tenant that holds `held`: memory, in any
         unit. The first job of a tenant always is, so that a share below one job is no share of nothing; and one that
-        needs none of it. For one that waited beyond the bounded wait it is enough that its tenant is not above its
-        share, so that no tenant's small jobs starve its own large one."""
+        needs none of it. For one that is starved it is enough that its tenant is not above its share, so that no tenant's
+        small jobs keep its own large one out for ever."""
         if need <= 0:
             return True
-        part = 0 if is_late else self.round_up_milli
+        part = 0 if is_starved else self.round_up_milli
         return share > 0 and (held <= 0 or 1000 * held + part * need <= 1000 * share)
 
 
@@ -207,8 +209,8 @@ class Entitlement:
     def share_mib(self, tenant: str) -> int:
         return self._shares.get(tenant, 0)
 
-    def covers(self, tenant: str, held: Use, need: Use, is_late: bool) -> bool:
-        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant), is_late)
+    def covers(self, tenant: str, held: Use, need: Use, is_starved: bool) -> bool:
+        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant), is_starved)
 
 
 class Standings:

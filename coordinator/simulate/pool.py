@@ -15,7 +15,7 @@ from typing import Protocol
 
 from attrs import define, field
 
-from coordinator.fairness import Policy, TenantUse, Totals
+from coordinator.fairness import STARVED_AFTER, Policy, TenantUse, Totals
 from coordinator.shares import ShareLedger, water_fill
 from coordinator.simulate.meter import Meter, Outcome
 from coordinator.simulate.rooms import Place, Room
@@ -327,8 +327,8 @@ class PolicyRules:
 
     def may_pass(self, pool: Pool, cls: Class) -> bool:
         tenant, size = cls[0], MILLI * pool.sizes[cls[1]]
-        is_late = pool.now_ms - pool.oldest(cls) >= self.max_wait_ms
-        return self._policy.is_owed(MILLI * pool.held[tenant], size, pool.shares_milli[tenant], is_late)
+        is_starved = pool.now_ms - pool.oldest(cls) >= STARVED_AFTER * self.max_wait_ms
+        return self._policy.is_owed(MILLI * pool.held[tenant], size, pool.shares_milli[tenant], is_starved)
 
     def _inside(self, pool: Pool, tenant: int) -> list[Class]:
         """Who waited too long first, by age; then the smallest."""
