@@ -247,3 +247,36 @@ async def test_a_header_that_is_no_utf_8_is_refused(name: str) -> None:
         writer.close()
     finally:
         await world.close()
+
+
+@pytest.mark.parametrize("media", ["application/json", "application/yaml"])
+async def test_huge_specs_are_refused_with_the_limit_that_they_break(media: str) -> None:
+    """ET-5, FR-12: 10,000 tasks, 1 MiB of environment, 5,000 jobs at once; nothing of them is stored, and the next job
+    is taken in."""
+    world = await World.make()
+    try:
+        await world.put_node()
+        _, a, _ = await world.callers()
+        one = {"name": "n", "image": "i", "command": ["x"]}
+        for wanted, field in (
+            (one | {"tasks": 10_000}, "tasks"),
+            (one | {"tasks": [{"name": f"t{n}", "count": 1} for n in range(10_000)]}, "tasks"),
+            (one | {"tasks": [{"name": f"t{n}", "count": 2000} for n in range(200)]}, "tasks"),
+            (one | {"env": {"A": "x" * (1 << 20)}}, "env"),
+            (one | {"command": ["x" * 1000] * 1100}, "command"),
+            (one | {"name": "x" * (1 << 20)}, "name"),
+            (one | {"constraints": {f"k{n}": "v" for n in range(1000)}}, "constraints"),
+            (one | {"priority": 10**30}, "priority"),
+            ([one] * 5000, ""),
+        ):
+            body = io.BytesIO(json.dumps(wanted).encode())
+            problem = await a.refused("POST", "/v1/jobs", body, headers={"Content-Type": media})
+            assert problem["status"] == 422, problem
+            assert problem["errors"]
+            fields = [fault["field"] for fault in problem["errors"]]
+            assert any(name.startswith(field) for name in fields), (field, fields[:5])
+            assert len(json.dumps(problem)) < 100_000
+        assert not (await world.memory.list(records.QUEUE)).items
+        assert (await a.post("/v1/jobs", one))["state"] == "PENDING"
+    finally:
+        await world.close()
