@@ -65,7 +65,9 @@ def study(
     is_exact: bool = False,
     tick: Callable[[int], None] | None = None,
 ) -> Study:
-    """Whole GPUs on equal nodes go through the fast pool; everything else, and `is_exact`, through the core itself."""
+    """Whole GPUs on equal nodes go through the fast pool; everything else, and `is_exact`, through the core itself. The
+    pool has no topology, and under `space-time` no reservation for jobs beyond the bounded wait; on GPUs that are only
+    counted it is else the same to the second."""
     settings = evolve(Settings(), fairness=fairness)
     is_pool = (
         not is_exact and trace.is_whole and hardware.is_even and all(job.tasks == 1 for job in trace.jobs)
