@@ -44,6 +44,10 @@ def cluster(shape: Shape) -> None:
         ("version", found["version"]),
         ("revision", str(found["revision"])),
     ]
+    if found.get("unreadable"):  # an older coordinator does not tell
+        lines.append(
+            ("unreadable", f"{found['unreadable']} records in etcd; the coordinator's log names them")
+        )
     print_one(found, lines, shape, name="version")
 
 
