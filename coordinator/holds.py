@@ -195,7 +195,9 @@ class Room:
         taken = [(job, spot) for job, spot in self._taken if spot.node in self._usable]
         found = [_holder_of(spot, self.draft, self._end_ms(job)) for job, spot in taken]
         for name in self._usable:
-            found += [_Holder(self._end_ms(job), *holder) for job, holder in _held_of(self.draft.views[name])]
+            endless, others = _held_of(self.draft.views[name])
+            found += endless
+            found += [_Holder(self._end_ms(job), *rest) for job, rest in others]
         return found
 
     def _end_ms(self, job: Job) -> int:
@@ -240,16 +242,19 @@ def _holder_of(spot: Spot, draft: Draft, end_ms: int) -> _Holder:
 
 _Rest = tuple[int, str, str, tuple[_Held, ...], int, int]
 # By view: a node that nothing happened to is not looked through again in each cycle.
-_HELD: WeakKeyDictionary[NodeView, tuple[tuple[Job, _Rest], ...]] = WeakKeyDictionary()
+_HeldBy = tuple[list[_Holder], list[tuple[Job, _Rest]]]
+_HELD: WeakKeyDictionary[NodeView, _HeldBy] = WeakKeyDictionary()
 
 
-def _held_of(view: NodeView) -> tuple[tuple[Job, _Rest], ...]:
-    """Who holds something of a node, and what a `_Holder` says of it beside its end."""
+def _held_of(view: NodeView) -> _HeldBy:
+    """Who holds something of a node: those who may do so for ever, and what a `_Holder` says of the others beside
+    their end."""
     known = _HELD.get(view)
     if known is None:
         places = {gpu.gpu.uuid: n for n, gpu in enumerate(view.gpus)}
         busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
-        held = []
+        endless: list[_Holder] = []
+        others: list[tuple[Job, _Rest]] = []
         for use in view.uses:
             pieces = tuple(
                 _Held(places[piece.gpu], piece.memory_mib, piece.compute_milli, piece.isolation)
@@ -257,8 +262,12 @@ def _held_of(view: NodeView) -> tuple[tuple[Job, _Rest], ...]:
                 if piece.gpu in places
             )
             size = use.placement.cpu_milli, use.placement.memory_mib
-            held.append((use.job, (busy_milli, view.name, use.attempt_key, pieces, *size)))
-        known = _HELD[view] = tuple(held)
+            rest: _Rest = (busy_milli, view.name, use.attempt_key, pieces, *size)
+            if use.job.stop is None and use.job.spec.max_runtime_seconds is None:
+                endless.append(_Holder(_UNKNOWN_MS, *rest))
+            else:
+                others.append((use.job, rest))
+        known = _HELD[view] = endless, others
     return known
 
 
