@@ -7,7 +7,7 @@ Each round submits jobs, waits until some of them run, and strikes: SIGKILL of t
 than its lease, then SIGCONT, by turns; every fifth round kills an agent as well and starts it again. A job writes its
 id into a file when it begins. At the end each acknowledged job must have ended well (else it is lost) and must stand
 in the file once (else it is doubled). Failover is the time from the strike to the first transaction about a job that
-the next leader has durable. Writes build/bench/failover.json.
+the next leader has durable; a handover that from SIGTERM until another leads. Writes build/bench/failover.json.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ LEASE_SECONDS = 3
 JOBS_A_ROUND = 20
 ALLOWED_BEYOND_LEASE_SECONDS = 2.0
 DRAIN_SECONDS = 120
+HANDOVERS = 2
 LEADERS = ("s1", "s2")
 NODES = ("n1", "n2")
 GPUS = "simulated:8x80GiB:A100"
@@ -68,6 +69,7 @@ async def rounds(folder: Path, count: int, *, jobs_a_round: int = JOBS_A_ROUND) 
         for number in range(count):
             await _round(live, admin, number, ran, jobs_a_round, tally)
         ended = await _drained(live, admin, tally.jobs)
+        handovers = [await _handover(live) for _ in range(HANDOVERS)]
     runs = Counter(ran.read_text().split())
     lost = [job for job in tally.jobs if ended.get(job) != "SUCCEEDED" or not runs[job]]
     doubled = [job for job, times in runs.items() if times > 1]
@@ -79,6 +81,7 @@ async def rounds(folder: Path, count: int, *, jobs_a_round: int = JOBS_A_ROUND) 
         "failover_p50_seconds": round(_quantile(tally.seconds, 0.5), 3),
         "failover_p99_seconds": round(_quantile(tally.seconds, 0.99), 3),
         "lease_seconds": LEASE_SECONDS,
+        "handover_max_seconds": round(max(handovers), 3),
     }
 
 
@@ -136,6 +139,22 @@ async def _decision_of_another(live: LiveCluster, old: str, revision: int) -> No
                     is_new |= decode(Leadership, change.item.value).id.partition(".")[0] != old
                 elif is_new and key.startswith((JOBS, DONE)):
                     return
+
+
+async def _handover(live: LiveCluster) -> float:
+    """From SIGTERM to the leader until another one leads. Then the first one stands by again."""
+    leader = await _leader(live)
+    live.kill(leader, signal.SIGTERM)
+    began = time.monotonic()
+    await live.until(lambda: _leads_another(live, leader))
+    took = time.monotonic() - began
+    await live.parts[leader].process.wait()
+    await live.start_coordinator(leader, "scheduler")
+    return took
+
+
+async def _leads_another(live: LiveCluster, old: str) -> bool:
+    return await _leader(live) != old
 
 
 async def _drained(live: LiveCluster, admin: Client, jobs: Sequence[str]) -> dict[str, str]:

@@ -16,3 +16,4 @@ async def test_nothing_is_lost_and_nothing_runs_twice(tmp_path: Path) -> None:
     row = await rounds(tmp_path, 2, jobs_a_round=12)
     assert (row["rounds"], row["jobs"]) == (2, 32)
     assert (row["lost"], row["doubled"]) == (0, 0)
+    print(row)
