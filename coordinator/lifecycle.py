@@ -237,7 +237,8 @@ def _why_stop(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Sna
     if bad and len(job.allocation.tasks) > 1:
         return Reason(ReasonCode.SIBLING_FAILED, {"task": bad[0]})
     limit, now_ms = job.spec.max_runtime_seconds, snapshot.now_ms
-    if limit is not None and job.ran_ms + ran_ms(job, tasks, now_ms) >= 1000 * limit:
+    ran = ran_ms(job, tasks, now_ms)
+    if limit is not None and ran and job.ran_ms + ran >= 1000 * limit:
         return Reason(ReasonCode.TIME_LIMIT, {"limit_seconds": limit})
     waited_ms = now_ms - job.allocation.allocated_at_ms
     deadline_seconds = snapshot.settings.launch_deadline_seconds

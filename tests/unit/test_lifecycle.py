@@ -298,6 +298,13 @@ def test_ct3_waiting_for_one_of_the_gang_to_start_is_not_running():
     assert w.settle() == ()
 
 
+def test_ct3_a_new_attempt_that_has_not_started_is_not_at_its_limit():
+    """Seed 3 of the simulation: the first attempt had run for longer than the limit, unseen."""
+    w = world(gang(max_runtime_seconds=60, ran_ms=70_000))
+    w.now = 5
+    assert w.settle() == ()
+
+
 def test_ct3_the_clocks_of_two_nodes_may_differ_le_1():
     """Seed 140 of the simulation: a gang was charged the difference of its nodes' clocks with each attempt."""
     w = world(gang(max_runtime_seconds=60, retries=1))
