@@ -40,6 +40,7 @@ LEASE_SECONDS = 3
 JOBS_A_ROUND = 20
 ALLOWED_BEYOND_LEASE_SECONDS = 2.0
 DRAIN_SECONDS = 120
+DECISION_SECONDS = 30
 HANDOVERS = 2
 LEADERS = ("s1", "s2")
 NODES = ("n1", "n2")
@@ -101,7 +102,10 @@ async def _round(live: LiveCluster, admin: Client, number: int, ran: Path, jobs:
     struck = time.monotonic()
     more = [spec(f"r{number}-late-{n}", *command, tenant="a", gpus=1) for n in range(4)]
     tally.jobs += [job["id"] for job in await admin.submit(more)]  # taken in while nobody leads
-    await asyncio.wait_for(_decision_of_another(live, leader, revision), 60)
+    try:
+        await asyncio.wait_for(_decision_of_another(live, leader, revision), DECISION_SECONDS)
+    except TimeoutError:
+        raise AssertionError(f"no decision {DECISION_SECONDS} s after {leader}\n{live.logs()}") from None
     tally.seconds.append(time.monotonic() - struck)
     if blow is signal.SIGSTOP:
         live.kill(leader, signal.SIGCONT)
