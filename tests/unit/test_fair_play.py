@@ -6,6 +6,7 @@ beside it, so that the test could fail. `hold`: nobody declares run times.
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import pytest
@@ -45,7 +46,7 @@ def received(
     outcome = play(jobs, policy, hold)
     sums, timeline = [0.0, 0.0], outcome.meter.timeline
     start_ms, end_ms = hours[0] * HOUR_MS, hours[1] * HOUR_MS
-    for (at_ms, held), (until_ms, _) in zip(timeline, timeline[1:], strict=False):
+    for (at_ms, held), (until_ms, _) in itertools.pairwise(timeline):
         span_ms = min(until_ms, end_ms) - max(at_ms, start_ms)
         if span_ms > 0:
             sums = [total + gpus * span_ms / HOUR_MS for total, gpus in zip(sums, held, strict=True)]
@@ -137,7 +138,7 @@ def test_fake_demand_without_the_rule_idles_much_more():
     timeline = outcome.meter.timeline
     used = sum(
         sum(held) * (min(until_ms, DAY_HOURS * HOUR_MS) - at_ms) / HOUR_MS
-        for (at_ms, held), (until_ms, _) in zip(timeline, timeline[1:], strict=False)
+        for (at_ms, held), (until_ms, _) in itertools.pairwise(timeline)
         if at_ms < DAY_HOURS * HOUR_MS
     )
     assert sum(received(b, (0, DAY_HOURS), hold=True)) - used > 50
