@@ -200,8 +200,8 @@ class Checks:
             # Nothing can be seen of a GPU that has fallen off the bus; nobody gets it before it can be.
             ghosts = [
                 pid
-                for pid, (ghost, gpu, _) in machine.ghosts.items()
-                if ghost == key and gpu not in machine.lost_gpus
+                for pid, (ghost, _, _) in machine.ghosts.items()
+                if ghost == key and pid not in machine.unseen
             ]
             hold(
                 not ghosts or self.settings.engine == "nomad",
@@ -238,7 +238,7 @@ class Checks:
             return
         ran = sum(self.ran_seconds.get((after.id, attempt), 0.0) for attempt in range(1, after.attempt + 1))
         now = [box.key for m in self.machines.values() for box in m.running() if box.key.job == after.id]
-        if not now and not after.state.is_final:
+        if after.state is JobState.CANCELLED or (not now and not after.state.is_final):
             return
         if now:
             ran += self.loop.time() - self._started_at[after.id, after.attempt]

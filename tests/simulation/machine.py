@@ -78,6 +78,7 @@ class Machine:
         self.boxes: dict[str, Box] = {}
         self.ghosts: dict[int, tuple[TaskKey, str, int]] = {}
         self.lost_gpus: set[str] = set()
+        self.unseen: set[int] = set()  # ghosts on a GPU that could not be read meanwhile
         self.daemons: dict[StepId, Step] = {}
         self.is_up = True
         self.adopts = True
@@ -128,6 +129,8 @@ class Machine:
         for piece in box.slices if seconds and ghosts else ():
             self._next += 1
             self.ghosts[self._next] = (box.key, piece.gpu, piece.memory_mib)
+            if piece.gpu in self.lost_gpus:
+                self.unseen.add(self._next)
             self.loop.later(seconds, self._lay_ghost, self._next)
         self.show()
         self.onlooker.box_ended(self, box)
@@ -177,6 +180,7 @@ class Machine:
 
     def lose_gpu(self, uuid: str) -> None:
         self.lost_gpus.add(uuid)
+        self.unseen |= {pid for pid, (_, gpu, _) in self.ghosts.items() if gpu == uuid}
         self.show()
         for box in self.running():
             if any(piece.gpu == uuid for piece in box.slices):
