@@ -142,7 +142,8 @@ class Agent:
             self._begin(action)
         self._call_off_starts()
         self._forget(view)
-        await self._assignments.write([action for action in actions if isinstance(action, WriteTask)])
+        writes = [action for action in actions if isinstance(action, WriteTask)]
+        await self._assignments.write(writes, view.records)
 
     # --- what there is ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from coordinator.model import Task
 from coordinator.records import (
@@ -96,12 +96,16 @@ class Assignments:
                 return True
             await asyncio.sleep(STORE_RETRY_SECONDS)
 
-    async def write(self, writes: Sequence[WriteTask]) -> None:
-        """What cannot be written now is asked for again by the next pass. StoreUnavailable."""
+    async def write(self, writes: Sequence[WriteTask], seen: Mapping[TaskKey, Task]) -> None:
+        """`seen` are the records on which these were decided: what has turned out otherwise since is not written, and
+        the next pass decides anew. What cannot be written now is asked for again by it too. StoreUnavailable."""
         if self._must_reread:
             await self._read_records()
-        for start in range(0, len(writes), self._batch):
-            await self._write_batch(writes[start : start + self._batch])
+        right = [write for write in writes if self.records.get(_key(write)) == seen.get(_key(write))]
+        if len(right) < len(writes):
+            self._changed()
+        for start in range(0, len(right), self._batch):
+            await self._write_batch(right[start : start + self._batch])
 
     def forget_withdrawn(self, still_there: Iterable[Attempt]) -> None:
         """Attempts of which nothing is left on the machine need not be known any more."""

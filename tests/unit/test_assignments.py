@@ -1,0 +1,42 @@
+"""What a pass decided on records that have turned out otherwise since is not written over them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from attrs import evolve
+
+from coordinator.model import Task, TaskState
+from coordinator.records import decode, encode, grant_key, task_key
+from coordinator.store import MemoryStore, Put, StoreUncertain
+from jobspecs.container import Grant
+from nodeagent.assignments import Assignments
+from nodeagent.view import WriteTask
+from tests.fakes import FlakyStore
+
+PREPARED = Task("j1", 1, 0, "n1", TaskState.PREPARED)
+NEVER_RAN = evolve(PREPARED, state=TaskState.EXITED, released=True)
+
+
+async def test_an_end_that_was_decided_without_the_record_that_had_landed_is_not_written() -> None:
+    """Seed 11115 of the simulation: the answer to PREPARED was lost, so the leader launched; asked to stop, the agent
+    held that nothing had been prepared, read the records again, and wrote over PREPARED that nothing runs."""
+    store = FlakyStore(MemoryStore(lambda: 0.0))
+    result = await store.txn([], [Put(grant_key("n1", "j1", 1), encode(Grant("n1", "j1", 1, "a", (), 0)))])
+    woken = asyncio.Event()
+    assignments = Assignments(store, "n1", 128, woken.set)
+    following = asyncio.create_task(assignments.follow())
+    await woken.wait()
+    woken.clear()
+    seen = dict(assignments.records)
+    store.lost_replies = 1
+    with pytest.raises(StoreUncertain):
+        await assignments.write([WriteTask(PREPARED, result.revision)], seen)
+    await assignments.write([WriteTask(NEVER_RAN, result.revision)], seen)
+    item = await store.get(task_key("n1", "j1", 1, 0))
+    assert item is not None
+    assert decode(Task, item.value) == PREPARED
+    assert woken.is_set()  # another pass decides on what there is
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
