@@ -240,6 +240,8 @@ class Checks:
         now = [box.key for m in self.machines.values() for box in m.running() if box.key.job == after.id]
         if after.state is JobState.CANCELLED or (not now and not after.state.is_final):
             return
+        if any(happening.state is JobState.LOST for happening in after.history):
+            return  # how long it ran on a node that was given up nobody knows
         if now:
             ran += self.loop.time() - self._started_at[after.id, after.attempt]
         codes = [self.exits[key] for key in self.exits if (key.job, key.attempt) == (after.id, after.attempt)]
