@@ -81,7 +81,7 @@ def test_a_failing_seed_is_made_smaller() -> None:
     whole = draw(seed)
     cut, result = shrunk(whole, failure, Control.LAUNCH_TWICE, seconds=10)
     assert "was started twice" in result.failure
-    assert len(cut.of(whole).wishes) < len(whole.wishes) / 2
+    assert len(cut.of(whole).wishes) < len(whole.wishes)
     assert "--without-jobs" in cut.options()
 
 
