@@ -64,6 +64,7 @@ class Checks:
         self.ran_seconds: dict[tuple[str, int], float] = {}
         self._started_at: dict[tuple[str, int], float] = {}
         self.ran: set[TaskKey] = set()  # written down as running or ended
+        self.ended: set[TaskKey] = set()  # written down as ended
         self._wipes: dict[TaskKey, int] = {}
         self.given_up: dict[tuple[str, int], set[str]] = {}
         self.coordinators: dict[Process, str] = {}
@@ -169,7 +170,6 @@ class Checks:
             if job.state.is_final and before.allocation is not None:
                 self._check_attempt_over(before, job)
                 self._check_end(before, job)
-                self._check_time_limit(before, job)
             if job.stop is not None and before.stop is None:
                 self._check_time_limit(before, job)
         self.jobs[id] = job
@@ -225,30 +225,21 @@ class Checks:
             )
 
     def _check_time_limit(self, before: Job, after: Job) -> None:
-        """CT-3: a job is ended at its limit of running time, and not before; waiting is not running. Where it had ended
-        by itself, its own end is told; but an end by a signal cannot be told from one by our stop."""
+        """CT-3: the leader stops a job at its limit of running time and not before, by what the nodes have told it;
+        waiting is not running, and neither is what comes after the end."""
         limit = before.spec.max_runtime_seconds
-        reason = after.reason if after.state.is_final else after.stop
-        if (
-            reason is None
-            or reason.code is not ReasonCode.TIME_LIMIT
-            or limit is None
-            or not self.clocks_agree
-        ):
+        if after.stop is None or after.stop.code is not ReasonCode.TIME_LIMIT or limit is None:
             return
-        ran = sum(self.ran_seconds.get((after.id, attempt), 0.0) for attempt in range(1, after.attempt + 1))
-        now = [box.key for m in self.machines.values() for box in m.running() if box.key.job == after.id]
-        if after.state is JobState.CANCELLED or (not now and not after.state.is_final):
-            return
-        if any(happening.state is JobState.LOST for happening in after.history):
+        if not self.clocks_agree or any(happening.state is JobState.LOST for happening in after.history):
             return  # how long it ran on a node that was given up nobody knows
-        if now:
-            ran += self.loop.time() - self._started_at[after.id, after.attempt]
-        codes = [self.exits[key] for key in self.exits if (key.job, key.attempt) == (after.id, after.attempt)]
-        hold(
-            ran >= limit - CLOCK_SLACK_SECONDS or (not now and {137, 143} & {*codes}),
-            f"{after.id} ran {ran:.1f} s and was ended at its limit of {limit} s",
-        )
+        attempts = [(after.id, attempt) for attempt in range(1, after.attempt + 1)]
+        ran = sum(self.ran_seconds.get(attempt, 0.0) for attempt in attempts)
+        started = [key for key in self.starts if (key.job, key.attempt) == attempts[-1]]
+        if any(key not in self.ended for key in started):  # for all that the leader knows it runs
+            ran = sum(self.ran_seconds.get(attempt, 0.0) for attempt in attempts[:-1])
+            ran += self.loop.time() - self._started_at[attempts[-1]]
+        text = f"{after.id} ran {ran:.1f} s and was ended at its limit of {limit} s"
+        hold(ran >= limit - CLOCK_SLACK_SECONDS, text)
 
     def _task(self, task: Task) -> None:
         self.tell(
@@ -258,6 +249,8 @@ class Checks:
         key = TaskKey(task.job, task.attempt, task.task)
         if task.state in (TaskState.RUNNING, TaskState.EXITED):
             self.ran.add(key)
+        if task.state is TaskState.EXITED:
+            self.ended.add(key)
         if task.state is TaskState.EXITED and task.released:
             alive = [box for box in self.machines[task.node].running() if box.key == key]
             hold(not alive, f"{key} runs on {task.node} and was released")
