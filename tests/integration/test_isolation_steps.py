@@ -23,6 +23,7 @@ if [ "$1" = "-d" ]; then
     [ -e "$pipe/refuse" ] && exit 3
     touch /dev/shm/seen-by-daemon
     setsid sh -c 'exec -a {CONTROL} sleep 1000' >/dev/null 2>&1 &
+    until [ "$(tr '\\0' ' ' </proc/$!/cmdline)" = "{CONTROL} 1000 " ]; do :; done # it is the daemon only from here on
     echo $! >"$pipe/{CONTROL}.pid"
     exit 0
 fi
