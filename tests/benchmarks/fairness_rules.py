@@ -13,6 +13,7 @@ Inside a tenant: fewest GPUs, then oldest.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import exp, log
 
@@ -22,15 +23,16 @@ from coordinator.simulate.trace import UNLIMITED_MS
 DAY_MS = 24 * 3600 * 1000
 
 
-class _Rules:
+class _Rules(ABC):
     is_strict = False
     max_wait_ms = UNLIMITED_MS
 
     def __init__(self, reserves: bool = False) -> None:
         self.reserves = reserves
 
+    @abstractmethod
     def order(self, pool: Pool) -> list[Class]:
-        raise NotImplementedError
+        """All classes of waiting jobs, in the order in which they are looked at."""
 
     def head(self, pool: Pool, order: Sequence[Class]) -> Class | None:
         return order[0] if order else None
