@@ -20,7 +20,6 @@ from coordinator.config import Settings
 from coordinator.records import LEADER, Leadership, encode
 from coordinator.store import (
     Compare,
-    Delete,
     Put,
     RequestTooLarge,
     Store,
@@ -233,12 +232,4 @@ def holds(compare: Compare, result: TxnResult) -> bool:
     """Whether the condition held where the transaction was refused, as far as the answer tells."""
     if compare.key not in result.seen:
         return True
-    item = result.seen[compare.key]
-    if item is None:
-        return compare.revision == 0
-    found = item.create_revision if compare.target.value == "create_revision" else item.mod_revision
-    return found == compare.revision
-
-
-def deletions(keys: Iterable[str]) -> tuple[Write, ...]:
-    return tuple(Delete(key) for key in keys)
+    return compare.holds(result.seen[compare.key])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from coordinator.model import Job, Task, Tenant
 from coordinator.nodes import NodeView
@@ -163,6 +163,3 @@ class Snapshot:
     def tenant(self, name: str) -> Tenant:
         """A tenant whose record is gone still counts, with no quota of its own (QT-4)."""
         return self.tenants.get(name) or Tenant(name)
-
-    def without_revision(self) -> Snapshot:
-        return evolve(self, revision=0)

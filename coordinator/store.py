@@ -77,6 +77,13 @@ class Compare:
     target: CompareTarget
     revision: int
 
+    def holds(self, item: KeyValue | None) -> bool:
+        """For the key as it is now, None where it is absent."""
+        if item is None:
+            return self.revision == 0
+        found = item.create_revision if self.target is CompareTarget.CREATED else item.mod_revision
+        return found == self.revision
+
 
 def absent(key: str) -> Compare:
     return Compare(key, CompareTarget.CREATED, 0)
@@ -214,7 +221,7 @@ class MemoryStore:
             raise RequestTooLarge(
                 f"{len(compares)} compares and {len(writes)} writes of {size} bytes exceed the store's limits"
             )
-        if not all(self._holds(compare) for compare in compares):
+        if not all(compare.holds(self._items.get(compare.key)) for compare in compares):
             seen = {compare.key: self._items.get(compare.key) for compare in compares}
             return TxnResult(False, self._revision, seen)
         for write in writes:
@@ -280,13 +287,6 @@ class MemoryStore:
         for lease in gone:
             del self._leases[lease]
         self._delete_leased(gone)
-
-    def _holds(self, compare: Compare) -> bool:
-        item = self._items.get(compare.key)
-        if item is None:
-            return compare.revision == 0
-        found = item.create_revision if compare.target is CompareTarget.CREATED else item.mod_revision
-        return found == compare.revision
 
     def _apply(self, writes: Sequence[Write]) -> None:
         if not writes:

@@ -184,7 +184,8 @@ class Client:
                     return
                 seen = job
                 try:
-                    await asyncio.wait_for(changed.wait(), self._poll_seconds)
+                    async with asyncio.timeout(self._poll_seconds):
+                        await changed.wait()
                 except TimeoutError:
                     continue
         finally:

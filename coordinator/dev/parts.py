@@ -56,7 +56,8 @@ class Part:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), _STOP_SECONDS)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self.process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

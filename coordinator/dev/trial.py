@@ -115,7 +115,8 @@ class Trial:
         with contextlib.suppress(
             ApiError, Unreachable, TimeoutError
         ):  # the processes are ended below all the same
-            await asyncio.wait_for(self._stop_jobs(), _STOP_JOBS_SECONDS)
+            async with asyncio.timeout(_STOP_JOBS_SECONDS):
+                await self._stop_jobs()
         clients = [*self._tenants.values(), *([self._admin] if self._admin is not None else [])]
         await asyncio.gather(*(client.close() for client in clients))
         # Agents and coordinator need etcd to end in order, so it goes last.
