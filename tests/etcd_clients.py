@@ -33,6 +33,7 @@ async def put(store: EtcdStore, key: str, value: bytes = b"v") -> int:
 
 
 async def put_when_possible(store: EtcdStore, key: str, value: bytes = b"v") -> int:
+    """The revision of the attempt that was answered. One whose answer was lost may be applied as well, even later."""
     async with asyncio.timeout(15):
         while True:
             try:
@@ -49,6 +50,15 @@ class Watcher:
         self.connected: list[bool] = []
         self._turn = asyncio.Event()
         self.task = asyncio.create_task(self._read(store, prefix, after))
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the changes, in their order."""
+        return [change.item.key for change in self.changes]
+
+    @property
+    def revisions(self) -> list[int]:
+        return [change.item.mod_revision for change in self.changes]
 
     async def _read(self, store: EtcdStore, prefix: str, after: int) -> None:
         async with aclosing(store.watch(prefix, after)) as batches:
