@@ -142,6 +142,7 @@ class Cluster:
             worth=self.worth,
             cluster_memory_mib=self._machines.memory_mib,
             cluster_compute_milli=self._machines.compute_milli,
+            kinds=self._machines.kinds,
             now_ms=now_ms,
             settings=self._settings,
             nodes=nodes,

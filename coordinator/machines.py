@@ -7,6 +7,7 @@ record of the node (DA-6).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -25,7 +26,7 @@ from coordinator.nodes import (
     with_report,
 )
 from coordinator.snapshot import ClusterSettings
-from vgpu.inventory import NodeInventory, NodeReport
+from vgpu.inventory import Gpu, NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
@@ -66,6 +67,9 @@ class Machines:
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
         # GPUs of all nodes that are not given up, as of the last views
         self.memory_mib = self.compute_milli = 0
+        self.kinds: tuple[Gpu, ...] = ()
+        self._nodes_of: Counter[NodeBuild] = Counter()
+        self._are_kinds_stale = False
         self.news = 0  # grows with what may let a cycle decide otherwise
 
     @property
@@ -85,10 +89,12 @@ class Machines:
             for name in self._renewed - self._stale:
                 self._views[name] = with_report(self._views[name], self._machines[name].report)
             for name in self._stale:
-                self._count(name, -1)
+                before = self._views.get(name)
                 self._view(name, now_ms, lost_ms)
-                self._count(name, 1)
+                self._recount(before, self._views.get(name))
             self._stale, self._renewed = set(), set()
+            if self._are_kinds_stale:
+                self._note_kinds()
         silent = [m for m in silent if m.name in self._views]
         lost = [m for m in silent if self._views[m.name].status is NodeStatus.LOST]
         lost_jobs = frozenset(id for machine in lost for id in machine.jobs)
@@ -238,11 +244,31 @@ class Machines:
                 for gpu in machine.inventory.gpus:
                     self._stale |= self._claims[gpu.uuid]
 
-    def _count(self, name: str, times: int) -> None:
-        view = self._views.get(name)
-        if view is not None and view.status is not NodeStatus.LOST:
-            self.memory_mib += times * view.gpu_memory_mib
-            self.compute_milli += times * view.gpu_compute_milli
+    def _recount(self, before: NodeView | None, after: NodeView | None) -> None:
+        was_here = before is not None and before.status is not NodeStatus.LOST
+        is_here = after is not None and after.status is not NodeStatus.LOST
+        if before and after and was_here and is_here and before.inventory is after.inventory:
+            return
+        if before and was_here:
+            self._count(before, -1)
+        if after and is_here:
+            self._count(after, 1)
+
+    def _count(self, view: NodeView, times: int) -> None:
+        self.memory_mib += times * view.gpu_memory_mib
+        self.compute_milli += times * view.gpu_compute_milli
+        build = view.row.build
+        self._nodes_of[build] += times
+        if not self._nodes_of[build]:
+            del self._nodes_of[build]
+        self._are_kinds_stale = True
+
+    def _note_kinds(self) -> None:
+        self._are_kinds_stale = False
+        kinds = {gpu for build in self._nodes_of for gpu in build.gpus if not gpu.unavailable}
+        self.kinds = tuple(
+            sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.model, gpu.compute_milli, gpu.mig_profile))
+        )
 
     def _view(self, name: str, now_ms: int, lost_ms: int) -> None:
         machine = self._machines[name]

@@ -16,7 +16,7 @@ from coordinator.nodes import NodeView
 from coordinator.usage import Use
 from coordinator.worth import Worth
 from jobspecs.spec import JobSpec
-from vgpu.inventory import NodeInventory
+from vgpu.inventory import Gpu, NodeInventory
 from vgpu.slices import SliceRequest
 from vgpu.topology import TopologyCosts
 
@@ -119,7 +119,7 @@ class Snapshot:
     live jobs that may have to be settled. `next_due_ms` is the next moment at which time alone changes something.
     `news` is `Cluster.news`: of two snapshots of one cluster with the same, the later needs no cycle.
     `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes that are not given up: what a tenant's
-    shares are shares of."""
+    shares are shares of. `kinds` are the kinds of GPU on those nodes that can be used at all, the smallest first."""
 
     revision: int
     now_ms: int
@@ -143,6 +143,7 @@ class Snapshot:
     news: int = 0
     cluster_memory_mib: int = 0
     cluster_compute_milli: int = 0
+    kinds: tuple[Gpu, ...] = ()
 
     @property
     def waiting(self) -> Collection[Job]:

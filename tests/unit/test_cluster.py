@@ -342,3 +342,22 @@ def test_a_node_that_can_start_nothing_takes_no_work_until_it_says_otherwise():
     assert w.snapshot().nodes["n1"].status is NodeStatus.CLOSED
     w.see(model.ReportSeen(report("n1", w.now_ms)))
     assert w.cycle() == ["j"]
+
+
+def test_the_kinds_of_gpu_are_those_of_the_nodes_that_are_not_given_up():
+    w = World(node("n1", gpus=2, model="big"), node("n2", gpus=1, memory=40 * GIB, model="small"))
+    broken = gpu("n3", 0, 20 * GIB, "broken", unavailable="ecc")
+    w.add(node("n3", gpus=[broken, gpu("n3", 1, model="big")]))
+    names = lambda: [kind.model for kind in w.snapshot().kinds]  # noqa: E731
+    assert names() == ["small", "big"], "each once, the smallest first, none that cannot be used"
+    known = w.snapshot().kinds
+    w.submit(running("a", "n2", [piece("GPU-n2-0", 40 * GIB)]))
+    assert w.snapshot().kinds is known
+    w.see(model.ReportGone("n2"))
+    assert names() == ["small", "big"]
+    w.now += w.settings.lost_seconds
+    assert names() == ["big"]
+    w.see(model.ReportSeen(report("n2", w.now_ms)), model.InventorySeen(node("n1", gpus=1, model="other")))
+    assert names() == ["small", "big", "other"]
+    w.see(model.InventoryGone("n3"), model.ReportGone("n3"))
+    assert names() == ["small", "other"]
