@@ -18,6 +18,7 @@ from attrs import evolve, frozen
 
 from coordinator.nodes import NodeView, Piece, Row
 from coordinator.snapshot import TaskShape
+from coordinator.usage import Use
 from coordinator.worth import Worth
 from vgpu import isolation
 from vgpu.inventory import Gpu
@@ -31,12 +32,13 @@ Score = tuple[int, ...]
 @frozen
 class Fit:
     """The GPUs of the node that the task would get, by their place in its inventory, in what isolation, and the
-    score. `cost` is the communication cost of the set."""
+    score. `cost` is the communication cost of the set, `use` what all its slices hold together."""
 
     gpus: tuple[int, ...]
     isolations: tuple[str, ...]
     score: Score
     cost: int = 0
+    use: Use = Use()
 
 
 def fit(task: TaskShape, row: Row, worth: Worth | None = None) -> Fit | ReasonCode:
@@ -63,6 +65,12 @@ def matches_model(request: SliceRequest, gpu: Gpu) -> bool:
 
 def cut_slice(request: SliceRequest, gpu: Gpu, name: str) -> Slice:
     return isolation.cut(request, gpu, name)
+
+
+def use_of(request: SliceRequest, kinds: Sequence[Gpu], gpus: Sequence[int], names: Sequence[str]) -> Use:
+    """What slices on these GPUs hold together (QT-1)."""
+    cut = [cut_slice(request, kinds[gpu], name) for gpu, name in zip(gpus, names, strict=True)]
+    return Use(sum(piece.compute_milli for piece in cut), sum(piece.memory_mib for piece in cut))
 
 
 def after(task: TaskShape, row: Row, found: Fit) -> Row:
@@ -137,7 +145,7 @@ def _choice(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | 
         score = (0 if mean < 0 else 1, -mean)
     elif request.count:
         return _fraction(task, row, names, worth)
-    found = _found(gpus, names, (), cost)
+    found = _found(task, row, gpus, names, (), cost)
     if worth is not None:
         loss = worth.loss(row, after(task, row, found))
         score += (loss,) if request.count else (loss, 1 if row.pieces else 0)
@@ -149,8 +157,11 @@ def _choice(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | 
     return evolve(found, score=score)
 
 
-def _found(gpus: tuple[int, ...], names: Mapping[int, str], score: Score, cost: int = 0) -> Fit:
-    return Fit(gpus, tuple(names[n] for n in gpus), score, cost)
+def _found(
+    task: TaskShape, row: Row, gpus: tuple[int, ...], names: Mapping[int, str], score: Score, cost: int = 0
+) -> Fit:
+    isolations = tuple(names[n] for n in gpus)
+    return Fit(gpus, isolations, score, cost, use_of(task.gpus, row.build.gpus, gpus, isolations))
 
 
 def _fraction(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | None) -> Fit:
@@ -165,9 +176,9 @@ def _fraction(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth 
             # Nobody else can have the rest of it, so it costs what is wasted.
             answers.append(((row.pieces[gpu].compute_milli - task.gpus.compute_milli,), gpu))
         else:
-            answers.append(((worth.loss(row, after(task, row, _found((gpu,), names, ()))),), gpu))
+            answers.append(((worth.loss(row, after(task, row, _found(task, row, (gpu,), names, ()))),), gpu))
     score, gpu = min(answers)
-    return _found((gpu,), names, score)
+    return _found(task, row, (gpu,), names, score)
 
 
 def _worst_connected(row: Row, free: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from attrs import frozen
 
 from coordinator import kernels as k
-from coordinator.fit import Fit, after
+from coordinator.fit import Fit, after, use_of
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
 from coordinator.snapshot import Snapshot, TaskShape
 from coordinator.tables import (
@@ -42,6 +42,8 @@ from vgpu import isolation
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.topology import Location
 
+# Answers for a node of a build that the compiled rules do not know.
+Fallback = Callable[[str], Fit | ReasonCode]
 # More shapes than this are not remembered: what nobody asks for any more would fill the memory.
 _MOST_SHAPES = 2048
 
@@ -71,6 +73,7 @@ class Index:
         self._build_of: list[NodeBuild] = []
         self._models: dict[str, int] = {"": 0}
         self._fits: dict[tuple[int, int, int], Fit] = {}
+        self._sums = np.zeros((0, k.SUM_WIDTH), np.int64)
         self._forget_shapes()
         self._set_prices(None)
 
@@ -89,6 +92,10 @@ class Index:
             self._python_rows[number] = row
         if snapshot.worth is not self.worth:
             self.price(snapshot.worth)
+
+    def forget(self) -> None:
+        """Cold again, as after a failure in the middle of a change."""
+        self.__init__()  # type: ignore[misc]
 
     def beside(self, purpose: str) -> Index:
         """An index for another draft of the same cycle, kept for the same purpose in the next one."""
@@ -125,7 +132,7 @@ class Index:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
             self._make_room(len(touched))
             self._logged = k.restore(
-                self._rows, self._base, touched, self._build_table, self._place, self._idle_in,
+                self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
                 self._log, self._logged,
             )  # fmt: skip
             for number in self._touched:
@@ -141,6 +148,7 @@ class Index:
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
         self._base = np.zeros_like(self._rows)  # as the snapshot has them
+        self._sums = np.zeros((len(nodes.views), k.SUM_WIDTH), np.int64)
         self._place = np.array(nodes.place, np.int64)
         self._idle_in = np.zeros(len(nodes.places), np.int64)
         self._stamps = np.zeros(len(nodes.views), np.int64)
@@ -168,6 +176,8 @@ class Index:
         if self._rows[number].tolist() != row or row[k.BUILD] < 0:
             self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
             self._rows[number] = row
+            self._nodes.builds[number] = row[k.BUILD]
+            self._sums[number, k.SUM_IS_KNOWN] = 0
             self._change(number)
 
     def _idle(self, row: list[int] | Table) -> int:
@@ -243,6 +253,7 @@ class Index:
             encoded_row[k.STATE] = int(self._rows[number, k.STATE])
             self._idle_in[place] += row.idle_gpus - self._idle(self._rows[number])
             self._rows[number] = encoded_row
+            self._sums[number, k.SUM_IS_KNOWN] = 0
             self._python_rows[number] = row
         else:
             chosen = bit = 0
@@ -252,7 +263,7 @@ class Index:
             self._python_rows.pop(number, None)
             memory_mib = -1 if task.gpus.memory_mib is None else task.gpus.memory_mib
             self._idle_in[place] -= k.take(
-                self._rows, number, task.cpu_milli, task.memory_mib, chosen, memory_mib,
+                self._rows, self._sums, number, task.cpu_milli, task.memory_mib, chosen, memory_mib,
                 task.gpus.compute_milli, bit, self._build_table,
             )  # fmt: skip
         self._change(number)
@@ -305,29 +316,42 @@ class Index:
             known = self._asked[task, constraints] = self._enter(task, constraints)
         return known
 
-    def catch_up(self, asked: _Asked, fallback: Callable[[str], Fit | ReasonCode]) -> None:
-        """Answers anew for the nodes that changed. `fallback` answers for a node of an odd build."""
-        position = self._position[asked.number]
-        if position == self._logged:
-            return
+    def catch_up(self, asked: _Asked, fallback: Fallback) -> None:
+        """Answers anew for the nodes that changed."""
+        if self._position[asked.number] != self._logged:
+            self._stamp += 1
+            left = k.catch_up(*self._tables(asked))
+            self._fall_back(asked, left, fallback)
+
+    def place(self, asked: _Asked, fallback: Fallback) -> tuple[str, Fit | None] | None:
+        """The node with the lowest score, ties by the idle GPUs of its place, then by name; and how the task fits
+        there, which is not known of a node of an odd build. None: it fits nowhere."""
         self._stamp += 1
-        left = k.catch_up(
-            self._rows, self._shapes, asked.number, self._build_table, self._compat, self._labels,
+        nodes = self._nodes
+        left, node, found = k.place(
+            *self._tables(asked), nodes.block_place, self._idle_in, nodes.name_order
+        )  # fmt: skip
+        self._fall_back(asked, left, fallback)
+        if left:
+            return self.place(asked, fallback)
+        if node < 0:
+            return None
+        return nodes.names[node], self._fit(asked, node, found)
+
+    def _tables(self, asked: _Asked) -> tuple[object, ...]:
+        """What `kernels.catch_up` wants."""
+        return (
+            self._rows, self._sums, self._shapes, asked.number, self._build_table, self._compat, self._labels,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
-            self._log, position, self._logged, self._stamps, self._stamp, self._odd,
+            self._log, self._position[asked.number], self._logged, self._stamps, self._stamp, self._odd,
         )  # fmt: skip
+
+    def _fall_back(self, asked: _Asked, left: int, fallback: Fallback) -> None:
+        """Nodes of odd builds are answered by the caller."""
         for number in self._odd[:left].tolist():
             self._put(asked, number, fallback(self._nodes.names[number]))
         self._position[asked.number] = self._logged
-
-    def best(self, asked: _Asked) -> str | None:
-        """The node with the lowest score; ties by the idle GPUs of its place, then by name. None: it fits nowhere."""
-        node = k.best_node(
-            self._keys, self._minima, asked.number, self._nodes.block_starts, self._nodes.block_place,
-            self._idle_in, self._nodes.name_order,
-        )  # fmt: skip
-        return None if node < 0 else self._nodes.names[node]
 
     def in_order(self, asked: _Asked) -> list[str]:
         """All nodes where it fits, the best one first."""
@@ -346,22 +370,13 @@ class Index:
     def found(self, asked: _Asked, node: str) -> Fit | None:
         """How it fits on a node where it does; None for a node of an odd build."""
         number = self._nodes.number[node]
-        build = int(self._rows[number, k.BUILD])
-        if build < 0:
+        if self._rows[number, k.BUILD] < 0:
             return None
         chosen = k.choose(
-            self._rows, self._shapes, asked.number, number, self._build_table, self._compat,
+            self._rows, self._sums, self._shapes, asked.number, number, self._build_table, self._compat,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
         )  # fmt: skip
-        gpus = MEMBERS[chosen]
-        sharing = 0
-        for gpu in gpus:
-            sharing = sharing << 4 | int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
-        key = asked.number, build, chosen << 32 | sharing
-        found = self._fits.get(key)
-        if found is None:
-            found = self._fits[key] = self._fit(asked, build, gpus, number)
-        return found
+        return self._fit(asked, number, chosen)
 
     def counts(self, asked: _Asked) -> Mapping[ReasonCode, int]:
         counts = self._counts[asked.number].tolist()
@@ -460,18 +475,28 @@ class Index:
             asked.number, number, answer,
         )  # fmt: skip
 
-    def _fit(self, asked: _Asked, build: int, gpus: tuple[int, ...], number: int) -> Fit:
-        kinds = self._build_of[build]
+    def _fit(self, asked: _Asked, number: int, chosen: int) -> Fit | None:
+        """From what `kernels.choose` tells, once for all nodes alike."""
+        build = self._nodes.builds[number]
+        if build < 0:
+            return None
+        known = self._fits.get((asked.number, build, chosen))
+        if known is not None:
+            return known
+        kinds, gpus, task = self._build_of[build], MEMBERS[chosen >> 32], asked.task
+        sharing = [NAMES[chosen >> 4 * place & 15] for place in reversed(range(len(gpus)))]
         names = []
-        for gpu in gpus:
-            sharing = int(self._rows[number, k.PIECES + 2 * k.GPUS + gpu])
-            name = isolation.choose(asked.task.gpus, kinds.gpus[gpu], kinds.isolations, NAMES[sharing])
+        for gpu, beside in zip(gpus, sharing, strict=True):
+            name = isolation.choose(task.gpus, kinds.gpus[gpu], kinds.isolations, beside)
             assert not isinstance(name, Reason)
             names.append(name)
         cost = kinds.topology.set_cost(gpus) if len(gpus) > 1 else 0
-        return Fit(gpus, tuple(names), (), cost)
+        use = use_of(task.gpus, kinds.gpus, gpus, names)
+        found = self._fits[asked.number, build, chosen] = Fit(gpus, tuple(names), (), cost, use)
+        return found
 
     def _set_prices(self, worth: Worth | None) -> None:
+        self._sums[:, k.SUM_IS_KNOWN] = 0
         self._cpu_prices, self._values, self._whole = price_tables(worth)
         self._step_mib = worth.memory_step_mib if worth else 1
         self._prices = np.array(

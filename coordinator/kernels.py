@@ -31,6 +31,8 @@ S_COUNT, S_CPU, S_MEMORY, S_GPU_MEMORY, S_MILLI, S_WHOLE, S_LABELS, S_WIDTH = 0,
 R_LABELS, R_MODEL, R_IDLE, R_TOTAL, R_DISTINCT, R_GPU_MEMORY, R_MILLI, R_ISOLATION, R_CPU, R_MEMORY, R_HELD = (
     3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
 )  # fmt: skip
+# columns of the sums of a node: see `_sum_up`; its bounds for each price of CPU stand at the end
+SUM_IS_KNOWN, SUM_IDLE, SUM_LEFT, SUM_WORTH, SUM_BOUNDS, SUM_WIDTH = 0, 1, 2, 3, 4, 12
 UNKNOWN = -100
 NOTHING = np.int64(1 << 62)
 
@@ -169,7 +171,23 @@ def _worst_connected(row, build, mask):
 
 
 @njit(cache=True)
-def _answer(row, shape, build, compat, has_labels, prices, cpu_prices, values, whole, step_mib, bounds):
+def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
+    """What the answers of all shapes have in common about a node, kept until its row changes."""
+    idle, left_mib = 0, 0
+    for n in range(row[COUNT]):
+        idle += _is_idle(row, build, n)
+        left_mib += row[PIECES + n]
+    sums[SUM_IDLE], sums[SUM_LEFT] = idle, left_mib
+    if len(cpu_prices) and price:
+        bound = _bounds(row, build, cpu_prices, values, whole, step_mib, 0, 0, 0, 0, sums[SUM_BOUNDS:])
+        sums[SUM_WORTH] = price * bound // 1000
+    sums[SUM_IS_KNOWN] = 1
+
+
+@njit(cache=True)
+def _answer(
+    row, shape, build, compat, has_labels, prices, cpu_prices, values, whole, step_mib, sums, scratch
+):
     """(answer, set of GPUs). The GPU of a task that wants one whole is chosen by `choose`: it does not matter here."""
     state = row[STATE] & (HELD - 1)
     if state:
@@ -191,19 +209,13 @@ def _answer(row, shape, build, compat, has_labels, prices, cpu_prices, values, w
         return -1 - R_HELD, 0
     price = prices[row[MODEL]]
     is_known = len(cpu_prices) > 0
-    before = np.int64(0)
-    if is_known and price:
-        before = price * _bounds(
-            row, build, cpu_prices, values, whole, step_mib, 0, 0, 0, 0, bounds
-        ) // 1000  # fmt: skip
-    idle, left_mib = 0, 0
-    for n in range(row[COUNT]):
-        idle += _is_idle(row, build, n)
-        left_mib += row[PIECES + n]
+    if not sums[SUM_IS_KNOWN]:
+        _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums)
+    idle, left_mib = sums[SUM_IDLE], sums[SUM_LEFT]
     if want == 0:
         if not is_known:
             return (row[COUNT] << 54) | ((row[CPU] - shape[S_CPU]) << 27) | (row[MEMORY] - shape[S_MEMORY]), 0
-        loss = _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, 0, bounds)
+        loss = _loss_of_whole(shape[S_CPU], 0, price, cpu_prices, whole, sums)
         return (loss << 1) | (row[COUNT] > 0), 0
     if want > 1:
         chosen, cost, size = _least_cost(build, mask, want)
@@ -211,46 +223,45 @@ def _answer(row, shape, build, compat, has_labels, prices, cpu_prices, values, w
     elif shape[S_WHOLE]:
         chosen, score = mask & -mask, row[PLACE]
     else:
-        return _fraction(
-            row,
-            shape,
-            build,
-            mask,
-            before,
-            price,
-            cpu_prices,
-            values,
-            whole,
-            step_mib,
-            bounds,
-            idle,
-            left_mib,
-        )
-    if is_known:
-        loss = _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, chosen, bounds)
-        return (score << 26) | loss, chosen
-    return (score << 32) | (idle << 26) | left_mib, chosen
+        return _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mib, sums)
+    if not is_known:
+        return (score << 32) | (idle << 26) | left_mib, chosen
+    if shape[S_WHOLE]:
+        return (score << 26) | _loss_of_whole(shape[S_CPU], want, price, cpu_prices, whole, sums), chosen
+    loss = np.int64(0)
+    if price:
+        bound = _bounds(
+            row, build, cpu_prices, values, whole, step_mib,
+            shape[S_CPU], chosen, shape[S_MILLI], shape[S_GPU_MEMORY], scratch,
+        )  # fmt: skip
+        loss = _rounded(sums[SUM_WORTH] - price * bound // 1000)
+    return (score << 26) | loss, chosen
+
+
+@njit(cache=True, inline="always")
+def _rounded(loss):
+    """In thousandths of a GPU, to the nearest."""
+    return min((loss + 500_000) // 1_000_000, np.int64((1 << 26) - 1))
 
 
 @njit(cache=True)
-def _loss(row, shape, build, before, price, cpu_prices, values, whole, step_mib, chosen, bounds):
-    """In thousandths of a GPU, to the nearest."""
+def _loss_of_whole(cpu, want, price, cpu_prices, whole, sums):
+    """Of a task that takes so many whole GPUs: nothing else about the node changes but its CPU."""
     if not price:
         return np.int64(0)
-    after = price * _bounds(
-        row, build, cpu_prices, values, whole, step_mib,
-        shape[S_CPU], chosen, shape[S_MILLI], shape[S_GPU_MEMORY], bounds,
-    ) // 1000  # fmt: skip
-    return min((before - after + 500_000) // 1_000_000, np.int64((1 << 26) - 1))
+    left = sums[SUM_IDLE] - want
+    least = NOTHING
+    for q in range(len(cpu_prices)):
+        least = min(least, sums[SUM_BOUNDS + q] - cpu_prices[q] * cpu + whole[left, q])
+    return _rounded(sums[SUM_WORTH] - price * least // 1000)
 
 
 @njit(cache=True)
-def _fraction(
-    row, shape, build, mask, before, price, cpu_prices, values, whole, step_mib, bounds, idle, left_mib
-):
-    """`bounds` are those of the node as it is, less its whole GPUs. GPUs alike side by side are looked at once."""
+def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mib, sums):
+    """GPUs alike side by side are looked at once."""
     best, chosen = NOTHING, 0
     is_known = len(cpu_prices) > 0
+    idle, left_mib = sums[SUM_IDLE], sums[SUM_LEFT]
     for n in range(row[COUNT]):
         if not mask >> n & 1:
             continue
@@ -264,10 +275,9 @@ def _fraction(
             if price:
                 after = _bound_after(
                     opens, mib, milli, mib - need, milli - shape[S_MILLI], shape[S_CPU], idle,
-                    cpu_prices, values, whole, step_mib, bounds,
+                    cpu_prices, values, whole, step_mib, sums,
                 )  # fmt: skip
-                loss = (before - price * after // 1000 + 500_000) // 1_000_000
-                score = min(loss, np.int64((1 << 26) - 1))
+                score = _rounded(sums[SUM_WORTH] - price * after // 1000)
         else:
             left = 1000 * (mib - need) // build[n] + milli - shape[S_MILLI]
             score = (2 * opens << 44) | (left << 32) | ((idle - opens) << 26) | left_mib
@@ -288,7 +298,7 @@ def _is_alike(row, build, n):
 
 @njit(cache=True)
 def _bound_after(
-    opens, mib, milli, mib_after, milli_after, cpu, idle, cpu_prices, values, whole, step_mib, bounds
+    opens, mib, milli, mib_after, milli_after, cpu, idle, cpu_prices, values, whole, step_mib, sums
 ):
     """The least bound once a slice was cut from one GPU, from the bounds before."""
     memory_steps = values.shape[1] - 1
@@ -297,7 +307,7 @@ def _bound_after(
     is_left = mib_after > 0 and milli_after > 0
     least = NOTHING
     for q in range(len(cpu_prices)):
-        bound = bounds[q] - cpu_prices[q] * cpu + whole[idle - opens, q]
+        bound = sums[SUM_BOUNDS + q] - cpu_prices[q] * cpu + whole[idle - opens, q]
         if not opens:
             bound -= values[milli // 10, m_before, q]
         if is_left:
@@ -308,12 +318,12 @@ def _bound_after(
 
 @njit(cache=True)
 def catch_up(
-    rows, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
+    rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
 ):  # fmt: skip
     """Answers anew for the nodes that stand in log[first:last], or for all where first < 0. Returns how many of them
     are left to the caller in `odd`, since they are of a build that this page does not know."""
-    bounds = np.zeros(8, np.int64)
+    scratch = np.zeros(8, np.int64)
     shape = shapes[s]
     left = 0
     dirty = False
@@ -331,7 +341,7 @@ def catch_up(
             continue
         answer, _ = _answer(
             row, shape, builds[b], compat[s, b], labels[shape[S_LABELS], node],
-            prices, cpu_prices, values, whole, step_mib, bounds,
+            prices, cpu_prices, values, whole, step_mib, sums[node], scratch,
         )  # fmt: skip
         if _put(keys, counts, minima, block_of, s, node, answer):
             dirty = True
@@ -399,23 +409,51 @@ def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
 
 
 @njit(cache=True)
-def choose(rows, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib):
-    """The set of GPUs that the task would get on a node where it fits."""
+def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib):
+    """How the task would stand on a node where it fits: the set of its GPUs, and behind it in four bits for each of
+    them what they are shared in."""
     row, shape = rows[node], shapes[s]
     build = builds[row[BUILD]]
     kept = compat[s, row[BUILD]]
     if shape[S_COUNT] == 1 and shape[S_WHOLE]:
         mask, _ = _free_mask(row, shape, build, kept)
-        return np.int64(1) << _worst_connected(row, build, mask)
-    _, chosen = _answer(
-        row, shape, build, kept, True, prices, cpu_prices, values, whole, step_mib, np.zeros(8, np.int64)
-    )
-    return np.int64(chosen)
+        chosen = np.int64(1) << _worst_connected(row, build, mask)
+    else:
+        _, chosen = _answer(
+            row, shape, build, kept, True, prices, cpu_prices, values, whole, step_mib,
+            sums[node], np.zeros(8, np.int64),
+        )  # fmt: skip
+    sharing = np.int64(0)
+    for n in range(row[COUNT]):
+        if chosen >> n & 1:
+            sharing = sharing << 4 | row[PIECES + 2 * GPUS + n]
+    return np.int64(chosen) << 32 | sharing
 
 
 @njit(cache=True)
-def take(rows, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
+def place(
+    rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
+    keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+    block_place, idle_in, name_order,
+):  # fmt: skip
+    """`catch_up`, `best_node` and `choose` in one: (nodes left to the caller, node, set and sharing of its GPUs)."""
+    left = catch_up(
+        rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
+        keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+    )  # fmt: skip
+    if left:
+        return left, -1, np.int64(0)
+    node = best_node(keys, minima, s, block_starts, block_place, idle_in, name_order)
+    if node < 0 or rows[node, BUILD] < 0:
+        return left, node, np.int64(0)
+    chosen = choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib)
+    return left, node, chosen
+
+
+@njit(cache=True)
+def take(rows, sums, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
     """The task is there from now on. Returns by how many the whole GPUs of the node became fewer."""
+    sums[node, SUM_IS_KNOWN] = 0
     row = rows[node]
     build = builds[row[BUILD]]
     fewer = 0
@@ -439,7 +477,7 @@ def idle_gpus(row, build):
 
 
 @njit(cache=True)
-def restore(rows, base, touched, builds, place, idle_in, log, logged):
+def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
     """Undoes what a draft did to the rows; returns how long the log is then."""
     for node in touched:
         row = rows[node]
@@ -452,6 +490,7 @@ def restore(rows, base, touched, builds, place, idle_in, log, logged):
         for column in range(WIDTH):
             row[column] = base[node, column]
         idle_in[place[node]] += row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
+        sums[node, SUM_IS_KNOWN] = 0
         log[logged] = node
         logged += 1
     return logged

@@ -151,29 +151,25 @@ class Draft:
 
     def placements(self, spots: Sequence[Spot]) -> tuple[TaskPlacement, ...]:
         """What the allocation says, with the UUIDs of the cards."""
-        return tuple(
-            TaskPlacement(
-                spot.number,
-                spot.node,
-                tuple(
-                    cut_slice(spot.task.gpus, self.views[spot.node].gpus[gpu].gpu, name)
-                    for gpu, name in zip(spot.found.gpus, spot.found.isolations, strict=True)
-                ),
-                spot.task.cpu_milli,
-                spot.task.memory_mib,
-            )
-            for spot in spots
-        )
+        return tuple([self._placement(spot) for spot in spots])
 
-    def charge(self, spots: Iterable[Spot]) -> Use:
+    def _placement(self, spot: Spot) -> TaskPlacement:
+        task, found, inventory = spot.task, spot.found, self.views[spot.node].inventory
+        cards = inventory.gpus if inventory else ()
+        slices = [
+            cut_slice(task.gpus, cards[gpu], name)
+            for gpu, name in zip(found.gpus, found.isolations, strict=True)
+        ]
+        return TaskPlacement(spot.number, spot.node, tuple(slices), task.cpu_milli, task.memory_mib)
+
+    @staticmethod
+    def charge(spots: Sequence[Spot]) -> Use:
         """What a tenant would hold for them, in all slices of all tasks (QT-1)."""
-        use = Use()
-        for spot in spots:
-            kinds = self.views[spot.node].row.build.gpus
-            for gpu, name in zip(spot.found.gpus, spot.found.isolations, strict=True):
-                piece = cut_slice(spot.task.gpus, kinds[gpu], name)
-                use = use.plus(Use(piece.compute_milli, piece.memory_mib))
-        return use
+        if len(spots) == 1:
+            return spots[0].found.use
+        return Use(
+            sum(spot.found.use.compute for spot in spots), sum(spot.found.use.memory for spot in spots)
+        )
 
 
 @frozen
@@ -289,15 +285,14 @@ class IndexedSearch:
         self._asked = index.ask(task, constraints)
 
     def best(self, headroom: Headroom) -> Spot | None:
-        self._catch_up()
-        node = self._index.best(self._asked)
-        if node is None:
+        answer = self._index.place(self._asked, self._fallback)
+        if answer is None:
             return None
-        best = self._spot(node)
+        best = self._spot(*answer)
         if headroom.is_unlimited or headroom.allows(self._draft.charge([best])):
             return best
         for node in self._index.in_order(self._asked):
-            spot = self._spot(node)
+            spot = self._spot(node, self._index.found(self._asked, node))
             if headroom.allows(self._draft.charge([spot])):
                 return spot
         return None
@@ -319,12 +314,13 @@ class IndexedSearch:
         return Refusals(self._index.counts(self._asked), *free)
 
     def _catch_up(self) -> None:
-        self._index.catch_up(
-            self._asked, lambda node: self._draft.answer(self._task, self._constraints, node)
-        )
+        self._index.catch_up(self._asked, self._fallback)
 
-    def _spot(self, node: str) -> Spot:
-        found = self._index.found(self._asked, node) or self._draft.fit(self._task, self._draft.row(node))
+    def _fallback(self, node: str) -> Fit | ReasonCode:
+        return self._draft.answer(self._task, self._constraints, node)
+
+    def _spot(self, node: str, known: Fit | None) -> Spot:
+        found = known or self._draft.fit(self._task, self._draft.row(node))
         assert isinstance(found, Fit)
         return Spot(0, node, self._task, found)
 

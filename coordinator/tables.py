@@ -81,6 +81,8 @@ class Nodes:
         self.block_place = np.array([self.place[start] for start in self.block_starts[:-1]], np.int64)
         by_name = {name: order for order, name in enumerate(sorted(self.names))}
         self.name_order = np.array([by_name[name] for name in self.names], np.int64)
+        # As the rows have them: an own list, since a number of a list is read many times faster.
+        self.builds = [-1] * len(views)
 
     def whole_ranks(self) -> list[int]:
         """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
