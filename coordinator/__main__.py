@@ -44,6 +44,7 @@ from coordinator.records import DONE, Endpoint, decode, endpoint_key
 from coordinator.rehearsal import load_compiled, rehearse
 from coordinator.replica import Replica
 from coordinator.scheduler import serve_term
+from coordinator.stacks import tell_stacks, tell_tasks
 from coordinator.store import Store, StoreUnavailable
 
 log = logging.getLogger("serai.coordinator")
@@ -56,6 +57,7 @@ HEALTHY_AFTER_SECONDS = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    tell_stacks()
     logging.basicConfig(
         level=options.log_level.upper(),
         stream=sys.stderr,
@@ -161,6 +163,7 @@ def _ready(role: str, address: str, **more: str) -> None:
 
 def _stop_event() -> asyncio.Event:
     """Set by SIGTERM and SIGINT."""
+    tell_tasks()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

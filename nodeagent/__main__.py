@@ -34,6 +34,7 @@ from coordinator.clock import SteadyClock
 from coordinator.config import SettingInvalid, Settings, from_mapping
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.records import Endpoint
+from coordinator.stacks import tell_stacks, tell_tasks
 from coordinator.store import Store
 from nodeagent.agent import Agent, NodeIdentity
 from nodeagent.containers import DEFAULT_SOCKET, DockerRunner
@@ -85,6 +86,7 @@ class OptionInvalid(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 ended as asked, 1 failed, 2 usage, 4 refused (the node's name is taken)."""
     parsed = _parser().parse_args(argv)
+    tell_stacks()
     logging.basicConfig(
         level=parsed.log_level.upper(),
         stream=sys.stderr,
@@ -109,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def run(options: Options) -> int:
     """Until SIGTERM or SIGINT."""
+    tell_tasks()
     lock = _lock(options.data_folder)
     store = EtcdStore(options.etcd)
     runner = _runner(options)

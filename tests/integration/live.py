@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -18,7 +19,7 @@ import yaml
 from coordinator.client import Client
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
-from coordinator.dev.parts import Part, ready_line, start
+from coordinator.dev.parts import Part, PartFailed, ready_line, start
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.records import ROOT, Token, encode, event, inventory_key, token_key
 from coordinator.store import Change, Put
@@ -61,9 +62,9 @@ class LiveCluster:
             command += [f"--{option}", value]
         part = self.parts[name] = await self._start(name, command)
         if role == "scheduler":
-            await self.until(lambda: _said(part, '"scheduler"'))
+            await self.until(lambda: said(part, '"scheduler"'))
         else:
-            self.address = (await ready_line(part, seconds=PATIENCE_SECONDS))["address"]
+            self.address = (await self._ready(part))["address"]
         return part
 
     async def start_agent(self, node: str, gpus: str, runner: str = "process", *options: str) -> Part:
@@ -80,14 +81,33 @@ class LiveCluster:
         ]
         command += ["--data-folder", str(self.folder / node), *options]
         part = self.parts[node] = await self._start(node, command)
-        await ready_line(part, seconds=PATIENCE_SECONDS)
+        await self._ready(part)
         await self.until(lambda: self._is_known(node))
         return part
 
     async def _start(self, name: str, command: list[str]) -> Part:
         """With a log of its own: what an earlier one said is no sign of this one."""
         self._starts += 1
-        return await start(f"{name}.{self._starts}", command, self.folder)
+        return await start(f"{name}.{self._starts}", command, self.folder, env={"PYTHONFAULTHANDLER": "1"})
+
+    async def _ready(self, part: Part) -> dict[str, Any]:
+        """What it says once it is ready. One that is not has its log shown, and where each of its processes is."""
+        try:
+            return await ready_line(part, seconds=PATIENCE_SECONDS)
+        except PartFailed as failed:
+            raise AssertionError(f"{failed}\n{await self.last_words(part)}\n{self.logs()}") from None
+
+    async def last_words(self, part: Part) -> str:
+        """Ends it, and answers its log. Its processes are asked first, since only then they tell their tasks too; then
+        by a signal that they cannot leave without an answer."""
+        if part.process.returncode is None:
+            for pid in _processes(part):
+                if _catches(pid, signal.SIGUSR1):
+                    os.kill(pid, signal.SIGUSR1)
+            await asyncio.sleep(1)
+            os.killpg(part.process.pid, signal.SIGABRT)
+            await part.process.wait()
+        return part.last_lines(400)
 
     async def _is_known(self, node: str) -> bool:
         return await self.store.get(inventory_key(node)) is not None
@@ -98,8 +118,7 @@ class LiveCluster:
             os.kill(process, number)
 
     def processes(self, name: str) -> list[int]:
-        root = psutil.Process(self.parts[name].process.pid)
-        return [process.pid for process in (root, *root.children(recursive=True))]
+        return _processes(self.parts[name])
 
     async def until(
         self, holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_SECONDS
@@ -140,7 +159,18 @@ class LiveCluster:
             await self.store.close()
 
 
-def _said(part: Part, text: str) -> bool:
+def _processes(part: Part) -> list[int]:
+    root = psutil.Process(part.process.pid)
+    return [process.pid for process in (root, *root.children(recursive=True))]
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """A process that is not so far yet would only end by it."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def said(part: Part, text: str) -> bool:
     return text in part.log.read_text(errors="replace")
 
 
