@@ -4,6 +4,8 @@ serai_cycle_seconds{phase}    snapshot, settle, plan, commit (until etcd has ans
 serai_cycle_placements        jobs placed by a cycle that placed any
 serai_commit_transaction_jobs jobs that shared a transaction
 serai_commit_refused_jobs     jobs whose record had changed between plan and commit
+serai_cycle_failures{part}    faults of Serai itself that were contained: plan, settle, placement, reason, cycle
+serai_jobs_set_aside          waiting jobs that are left out of planning since it failed on them
 serai_jobs_waiting{reason}    as the newest plan answers
 """
 
@@ -21,6 +23,7 @@ from coordinator.cycle import Plan
 from coordinator.gauges import JOBS, SECONDS, Exposition, Gauges, replica_gauges, single
 from coordinator.replica import Replica
 from coordinator.snapshot import Snapshot, shape_of
+from vgpu.reasons import ReasonCode
 
 PATH = "/metrics"
 
@@ -55,6 +58,14 @@ class CycleMetrics:
             registry=registry,
         )
 
+        self._aside = 0
+        self._failures = Counter(
+            "serai_cycle_failures",
+            "Faults of Serai itself that were contained, by part of the cycle",
+            ("part",),
+            registry=registry,
+        )
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -65,8 +76,12 @@ class CycleMetrics:
     def observe_batch(self, jobs: int) -> None:
         self._batches.observe(jobs)
 
-    def observe_plan(self, snapshot: Snapshot, plan: Plan | None) -> None:
-        """None: nobody waits."""
+    def observe_failure(self, part: str) -> None:
+        self._failures.labels(part).inc()
+
+    def observe_plan(self, snapshot: Snapshot, plan: Plan | None, aside: int = 0) -> None:
+        """None: nobody waits. `aside` jobs were left out of it."""
+        self._aside = aside
         self._planned = (snapshot, plan) if plan is not None else None
         if plan is not None and plan.placements:
             self._placements.observe(len(plan.placements))
@@ -81,6 +96,7 @@ class CycleMetrics:
 
     def _gauges(self, replica: Replica) -> Iterator[Gauges]:
         yield single("serai_leading", "1 while this process leads", int(self.is_leading))
+        yield single("serai_jobs_set_aside", "Jobs left out of planning since it failed on them", self._aside)
         yield from replica_gauges(replica, self.newest_revision)
         yield Gauges(
             "serai_jobs_waiting",
@@ -92,6 +108,8 @@ class CycleMetrics:
     def _waiting(self) -> Tally[str]:
         """Those of one line (one tenant, priority, shape) are answered alike, so one is asked."""
         tally: Tally[str] = Tally()
+        if self._aside:
+            tally[ReasonCode.INTERNAL_ERROR.value] = self._aside
         if self._planned is None:
             return tally
         snapshot, plan = self._planned
@@ -102,8 +120,16 @@ class CycleMetrics:
                 first = next((job for job in line if job.id not in placed), None)
                 if first is not None:
                     left = len(line) - gone[tenant, key.priority, key.shape]
-                    tally[plan.waiting[first.id].code.value] += left
+                    tally[_code(plan, first.id).value] += left
         return tally
+
+
+def _code(plan: Plan, id: str) -> ReasonCode:
+    """Found by the core when asked for, so its faults come to light here too; they must not hide all other figures."""
+    try:
+        return plan.waiting[id].code
+    except Exception:
+        return ReasonCode.INTERNAL_ERROR
 
 
 @asynccontextmanager

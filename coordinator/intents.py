@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve
 
 from coordinator.commit import Intent
-from coordinator.lifecycle import Transition, allocated
+from coordinator.lifecycle import Transition, allocated, check_complete
 from coordinator.model import Allocation, Job, UsageHour
 from coordinator.records import (
     Unreadable,
@@ -28,6 +28,8 @@ from coordinator.records import (
 )
 from coordinator.store import Compare, Delete, KeyValue, Put, Write, unchanged
 from jobspecs.container import Grant
+from jobspecs.render import grants_for
+from vgpu.inventory import NodeInventory
 from vgpu.reasons import Reason, ReasonCode
 
 # A job that is retried for ever must not grow its record without end; the newest happenings are kept.
@@ -37,11 +39,24 @@ HOURS_PER_INTENT = 50
 Keys = Mapping[str, KeyValue]
 
 
-def placement_intent(job: Job, allocation: Allocation, grants: Sequence[Grant], keys: Keys) -> Intent | None:
-    """None when the waiting record is not there any more, as after a cancel that was seen since the snapshot."""
+def placement_intent(
+    job: Job,
+    allocation: Allocation,
+    inventories: Mapping[str, NodeInventory],
+    keys: Keys,
+    *,
+    engine: str,
+    cluster: str,
+) -> Intent | None:
+    """None when the waiting record is not there any more, as after a cancel that was seen since the snapshot. Raises
+    `AllocationIncomplete`: nothing is written, above all no grant that would start a job on GPUs that it does not hold."""
     waiting = queue_key(job.tenant, job.id)
     if waiting not in keys:
         return None
+    check_complete(job, allocation, inventories)
+    grants = grants_for(
+        job.id, job.spec, allocation, inventories, engine=engine, cluster=cluster, ran_ms=job.ran_ms
+    )
     # In this order: whoever folds it sees a job that was placed, and never one that is nowhere.
     writes: list[Write] = [
         Put(job_key(job.id), encode(_trimmed(allocated(job, allocation)))),

@@ -27,6 +27,7 @@ from coordinator.endings import NOT_RUN_CODE, Ending, ending, is_bad_end, ran_ms
 from coordinator.model import Allocation, Happening, Job, JobState, PastAttempt, Task, TaskState
 from coordinator.nodes import NodeStatus
 from coordinator.snapshot import ClusterSettings, Snapshot
+from vgpu.inventory import NodeInventory
 from vgpu.reasons import Reason, ReasonCode
 
 S = JobState
@@ -101,6 +102,11 @@ class IllegalTransition(Exception):
         self.after = after
 
 
+class AllocationIncomplete(Exception):
+    """A plan gave a job less than it asks for, or something that no node has: a fault of the coordinator. The text names
+    the task, what it needs and what it was given."""
+
+
 @frozen
 class Transition:
     """What must be written now. `stop`: the grants of the attempt must ask the nodes to end it, for `after.stop`."""
@@ -127,6 +133,27 @@ def shown_state(job: Job, tasks: Iterable[Task]) -> JobState:
         return S.ALLOCATED
     started = {n for n in begun if seen[n] is not TaskState.STARTING}
     return S.RUNNING if {placed.task for placed in job.allocation.tasks} <= started else S.STARTING
+
+
+def check_complete(job: Job, allocation: Allocation, inventories: Mapping[str, NodeInventory]) -> None:
+    """Raises `AllocationIncomplete` unless every task of the job has as many different GPUs of its node as it asks
+    for, and something of each (TP-5). A task that asks for none has none."""
+    placed = sorted(task.task for task in allocation.tasks)
+    if placed != list(range(job.spec.task_count)):
+        raise AllocationIncomplete(f"job {job.id} has {job.spec.task_count} tasks, placed are {placed}")
+    for task in allocation.tasks:
+        where = f"task {task.task} of job {job.id} on node {task.node!r}"
+        inventory = inventories.get(task.node)
+        if inventory is None:
+            raise AllocationIncomplete(f"{where}: the node is not known")
+        wanted, given = job.spec.task(task.task).gpus.count, {piece.gpu for piece in task.slices}
+        if len(task.slices) != wanted or len(given) != wanted:
+            raise AllocationIncomplete(f"{where}: asks for {wanted} GPUs, was given {sorted(given)}")
+        unknown = given - {gpu.uuid for gpu in inventory.gpus}
+        if unknown:
+            raise AllocationIncomplete(f"{where}: the node has no GPU {sorted(unknown)}")
+        if any(piece.memory_mib <= 0 or piece.compute_milli <= 0 for piece in task.slices):
+            raise AllocationIncomplete(f"{where}: a slice of it is empty")
 
 
 def allocated(job: Job, allocation: Allocation) -> Job:

@@ -80,7 +80,7 @@ def _waiting_view(planned: Planned, position: int, job: Job) -> View:
         "priority": job.spec.priority,
         "waited_seconds": waited_seconds(job, None, planned.snapshot.now_ms),
         "asked": asked_view(job.spec),
-        "reason": reason_view(planned.reasons.get(job.id) or job.reason),
+        "reason": reason_view(planned.reason(job.id) or job.reason),
     }
 
 

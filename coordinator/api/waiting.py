@@ -10,13 +10,15 @@ import asyncio
 import heapq
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from attrs import define, field
 
 from coordinator.cluster import Snapshot
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.fairness import Policy, Standings
+from coordinator.guard import is_marked, planned, reason_of, without
 from coordinator.model import Job
 from coordinator.queues import Cards, TenantQueue
 from vgpu.reasons import Reason
@@ -76,9 +78,15 @@ class Planned:
     def revision(self) -> int:
         return self.snapshot.revision
 
-    @property
-    def reasons(self) -> Mapping[str, Reason]:
-        return self.plan.waiting
+    def reason(self, id: str) -> Reason | None:
+        """None for a job that the plan knows nothing of: it was placed, or planning failed on it."""
+        try:
+            return self.plan.waiting.get(id)
+        except (
+            Exception
+        ) as error:  # reasons are found when asked for, and one that cannot be must not hide the others
+            logger.exception("no reason for job=%s", id)
+            return reason_of(error)
 
     def from_position(self, position: int) -> Iterator[tuple[int, Job]]:
         """(position, job) from there on; positions count from 1."""
@@ -119,7 +127,7 @@ class WaitingReasons:
             self._start()
         if newest is None or now_ms - newest.snapshot.now_ms >= _OLD_MS:
             return None
-        return newest.reasons.get(job.id)
+        return newest.reason(job.id)
 
     async def now(self) -> Planned:
         """The plan for the revision of now where it can be had soon, else the newest there is."""
@@ -166,6 +174,14 @@ class WaitingReasons:
         return planned.revision >= revision and self._clock_ms() - planned.snapshot.now_ms < _FRESH_MS
 
     async def _compute(self) -> None:
+        """Jobs that the leader has set aside are left out, and those on which planning fails here: they come last, with
+        the reason that stands in their record."""
         snapshot = self._snapshot()
-        plan = await asyncio.to_thread(plan_cycle, snapshot, self.policy)
-        self._newest = Planned(snapshot, plan, waiting_order(snapshot, self.policy, plan.held_for))
+        marked = [job.id for job in snapshot.waiting if is_marked(job)]
+        asked = without(snapshot, marked)
+        plan, at_fault = await asyncio.to_thread(planned, asked, lambda s: plan_cycle(s, self.policy))
+        for id, error in at_fault.items():
+            logger.error("planning fails on job=%s", id, exc_info=error)
+        order = waiting_order(without(asked, at_fault), self.policy, plan.held_for)
+        last = (snapshot.waiting_jobs[id] for id in sorted({*marked, *at_fault}))
+        self._newest = Planned(snapshot, plan, chain(order, last))

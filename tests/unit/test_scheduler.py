@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 from attrs import evolve
 
 from coordinator.cluster import Cluster
-from coordinator.commit import Committer, LeadershipLost
+from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
 from coordinator.config import Settings
+from coordinator.cycle import Plan, plan_cycle
 from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines.agent import AgentEngine
-from coordinator.fairness import policy_from
+from coordinator.fairness import Policy, policy_from
+from coordinator.guard import ASIDE_MS
 from coordinator.index import Index
-from coordinator.lifecycle import cancelled
-from coordinator.model import Job, JobState, Tenant
+from coordinator.lifecycle import Transition, cancelled, settle_job
+from coordinator.model import Allocation, Job, JobState, TaskPlacement, Tenant
 from coordinator.records import (
+    GRANTS,
     JOBS,
     LEADER,
     Endpoint,
@@ -32,9 +36,10 @@ from coordinator.records import (
     tenant_key,
 )
 from coordinator.replica import Replica
-from coordinator.scheduler import Scheduler
+from coordinator.scheduler import FAULT_SECONDS, MOST_FAILED_CYCLES, Scheduler
+from coordinator.snapshot import Snapshot
 from coordinator.store import Compare, Delete, MemoryStore, Put, RequestTooLarge, Store, TxnResult, Write
-from tests.builders import START_MS, job, node, report
+from tests.builders import START_MS, job, node, piece, report, running
 from tests.invariants import check_snapshot
 from vgpu.reasons import ReasonCode
 
@@ -48,15 +53,36 @@ async def _nowhere(node: str) -> Endpoint | None:
 class Term:
     """A scheduler with a replica of its own, following the store until `freeze`."""
 
-    def __init__(self, store: Store, name: str, revision: int, **changes: int) -> None:
+    def __init__(
+        self, store: Store, name: str, revision: int, parts: Mapping[str, object], **changes: int
+    ) -> None:
         settings = evolve(SETTINGS, **changes)
-        self.replica = Replica(store, lambda: Cluster(SETTINGS), lambda: START_MS)
+        self.now_ms, self.metrics = START_MS, CycleMetrics()
+        self.replica = Replica(store, lambda: Cluster(SETTINGS), lambda: self.now_ms)
         self._following = asyncio.create_task(self.replica.run())
-        committer = Committer(store, settings, Leadership(name, "", 0), 0, revision)
+        make_committer = cast(type[Committer], parts.get("committer", Committer))
+        committer = make_committer(store, settings, Leadership(name, "", 0), 0, revision)
         engine, policy = AgentEngine(_nowhere), policy_from(SETTINGS)
         self.scheduler = Scheduler(
-            self.replica, engine, committer, settings, policy, lambda: START_MS, CycleMetrics(), Index()
+            self.replica,
+            engine,
+            committer,
+            settings,
+            policy,
+            lambda: self.now_ms,
+            self.metrics,
+            Index(),
+            **{name: part for name, part in parts.items() if name != "committer"},  # type: ignore[arg-type]
         )
+
+    async def turn_until_quiet(self) -> None:
+        while await self.scheduler.turn():
+            await asyncio.sleep(0)
+
+    async def metric(self, name: str) -> float:
+        body, _ = await self.metrics.render(self.replica, "")
+        lines = [line for line in body.decode().splitlines() if line.startswith(name)]
+        return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
     async def freeze(self) -> None:
         """From here on it sees nothing new: a replica that lags."""
@@ -84,11 +110,14 @@ class IntrudedStore(MemoryStore):
         return await super().txn(compares, writes)
 
 
-async def _elect(store: MemoryStore, name: str, **changes: int) -> Term:
+async def _elect(
+    store: MemoryStore, name: str, parts: Mapping[str, object] | None = None, **changes: int
+) -> Term:
+    """`parts` of the scheduler are put in place of the real ones."""
     if await store.get(LEADER) is not None:
         await store.txn([], [Delete(LEADER)])
     elected = await store.txn([], [Put(LEADER, encode(Leadership(name, "", 0)))])
-    term = Term(store, name, elected.revision, **changes)
+    term = Term(store, name, elected.revision, parts or {}, **changes)
     await term.replica.wait_for(elected.revision)
     return term
 
@@ -219,3 +248,214 @@ async def test_the_job_with_the_reservation_is_told_at_once_and_its_withdrawal_i
         assert fresh.replica.cluster.snapshot(START_MS).withdrawn == {"a": START_MS}, "the next leader knows"
         await term.freeze()
         await fresh.freeze()
+
+
+# --- faults of our own -----------------------------------------------------------------------------------------------
+
+
+async def _waiting(store: Store, id: str) -> Job:
+    item = await store.get(queue_key("a", id))
+    assert item is not None
+    return decode(Job, item.value)
+
+
+def _task(slices: Sequence[str], number: int = 0, node: str = "n1") -> TaskPlacement:
+    return TaskPlacement(number, node, tuple(piece(gpu) for gpu in slices), 1000, 1024)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ((), "has 1 tasks, placed are []"),
+        ((_task([]),), "asks for 1 GPUs, was given []"),
+        ((_task([""]),), "has no GPU ['']"),
+        ((_task(["GPU-of-nobody"]),), "has no GPU ['GPU-of-nobody']"),
+        ((_task(["GPU-n1-0", "GPU-n1-0"]),), "asks for 1 GPUs"),
+        ((_task(["GPU-n1-0"], number=1),), "placed are [1]"),
+        ((_task(["GPU-n1-0"], node=""),), "the node is not known"),
+        ((evolve(_task([]), slices=(piece("GPU-n1-0", memory=0),)),), "a slice of it is empty"),
+    ],
+)
+async def test_an_allocation_that_is_not_whole_is_not_committed(
+    tasks: tuple[TaskPlacement, ...], says: str
+) -> None:
+    """TP-5: the plan gives a job no device, too few, or what no node has. Its job goes on waiting and is told; no grant of
+    it exists, that could start it on GPUs which it does not hold; the others start."""
+
+    def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
+        plan = plan_cycle(snapshot, policy, memo)
+        maimed = Allocation(1, tasks, START_MS)
+        return evolve(
+            plan,
+            placements=tuple(
+                evolve(p, allocation=maimed) if p.job.id == "j1" else p for p in plan.placements
+            ),
+        )
+
+    async with _cluster(job("j1"), job("j2"), nodes=2) as store:
+        term = await _elect(store, "c1.1", {"planner": planner})
+        await term.turn_until_quiet()
+        assert await _live(store) == ["j2"]
+        assert [item.key.rpartition("/")[2] for item in (await store.list(GRANTS)).items] == ["j2.1"]
+        reason = (await _waiting(store, "j1")).reason
+        assert reason is not None
+        assert reason.code is ReasonCode.INTERNAL_ERROR
+        assert says in reason.detail
+        assert await term.metric('serai_cycle_failures_total{part="placement"}') == 1
+        assert await term.metric("serai_jobs_set_aside") == 1
+        await term.freeze()
+
+
+def _fails_on(*ids: str) -> Callable[[Snapshot, Policy, Index], Plan]:
+    def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
+        if snapshot.waiting_jobs.keys() & set(ids):
+            raise ZeroDivisionError(f"on one of {ids}")
+        return plan_cycle(snapshot, policy, memo)
+
+    return planner
+
+
+async def test_a_job_on_which_planning_fails_is_set_aside_and_the_others_start() -> None:
+    jobs = [job(f"j{number}", number) for number in range(5)]
+    async with _cluster(*jobs, nodes=5) as store:
+        term = await _elect(store, "c1.1", {"planner": _fails_on("j3")})
+        await term.turn_until_quiet()
+        assert await _live(store) == ["j0", "j1", "j2", "j4"]
+        bad = await _waiting(store, "j3")
+        assert bad.state is JobState.PENDING
+        assert bad.reason is not None
+        assert bad.reason.code is ReasonCode.INTERNAL_ERROR
+        assert bad.reason.detail == "ZeroDivisionError", "what a deep error quotes is for the log"
+        assert await term.metric('serai_cycle_failures_total{part="plan"}') == 2
+        assert await term.metric('serai_jobs_waiting{reason="internal_error"}') == 1
+        await term.freeze()
+
+
+async def test_a_job_that_was_set_aside_is_tried_again_and_its_reason_goes() -> None:
+    """As after an update of the coordinator, or when what it failed on has gone."""
+    failing = ["j1"]
+
+    def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
+        return _fails_on(*failing)(snapshot, policy, memo)
+
+    async with _cluster(job("j1")) as store:
+        term = await _elect(store, "c1.1", {"planner": planner})
+        await term.turn_until_quiet()
+        assert await _live(store) == []
+        failing.clear()
+        term.now_ms += ASIDE_MS - 1
+        term.scheduler.look_again()
+        await term.turn_until_quiet()
+        assert await _live(store) == []
+        term.now_ms += 1
+        term.scheduler.look_again()
+        await term.turn_until_quiet()
+        assert await _live(store) == ["j1"]
+        await term.freeze()
+
+
+async def test_what_was_kept_from_earlier_cycles_may_be_at_fault() -> None:
+    """Then the plan succeeds from cold, and nobody is set aside."""
+    calls = 0
+
+    def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise IndexError("a memo that is out of step")
+        return plan_cycle(snapshot, policy, memo)
+
+    async with _cluster(job("j1")) as store:
+        term = await _elect(store, "c1.1", {"planner": planner})
+        await term.turn_until_quiet()
+        assert await _live(store) == ["j1"]
+        assert await term.metric("serai_jobs_set_aside") == 0
+        await term.freeze()
+
+
+async def test_where_planning_fails_with_nobody_waiting_what_ends_is_settled_all_the_same() -> None:
+    """Nobody is set aside for it, and it is tried again a few seconds later and not at once."""
+    calls = 0
+    stopping = evolve(running("j1", "n1", [piece("GPU-n1-0")]), state=JobState.CANCELLING)
+
+    def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
+        nonlocal calls
+        calls += 1
+        raise ZeroDivisionError("whoever waits")
+
+    async with _cluster(job("j2")) as store:
+        await store.txn([], [Put(JOBS + "j1", encode(stopping))])
+        term = await _elect(store, "c1.1", {"planner": planner})
+        await term.turn_until_quiet()
+        item = await store.get(JOBS + "j1")
+        assert item is not None
+        assert decode(Job, item.value).stop is not None, "its nodes were asked to end it"
+        assert (await _waiting(store, "j2")).reason is None
+        assert calls == 3, "warm, from cold, with nobody"
+        term.now_ms += 1000 * FAULT_SECONDS
+        term.scheduler.look_again()
+        await term.turn_until_quiet()
+        assert calls == 6
+        await term.freeze()
+
+
+async def test_a_live_job_that_cannot_be_settled_keeps_nobody_else_from_its_end() -> None:
+    def settle_one(one: Job, snapshot: Snapshot) -> Transition | None:
+        if one.id == "j1":
+            raise KeyError("a record that nobody foresaw")
+        return settle_job(one, snapshot)
+
+    held = [running(f"j{n}", f"n{n}", [piece(f"GPU-n{n}-0")]) for n in (1, 2)]
+    stopping = [evolve(one, state=JobState.CANCELLING) for one in held]
+    async with _cluster(nodes=2) as store:
+        await store.txn([], [Put(JOBS + one.id, encode(one)) for one in stopping])
+        term = await _elect(store, "c1.1", {"settle_one": settle_one})
+        await term.turn_until_quiet()
+        items = [await store.get(JOBS + id) for id in ("j1", "j2")]
+        assert [decode(Job, item.value).stop is not None for item in items if item] == [False, True]
+        assert await term.metric('serai_cycle_failures_total{part="settle"}') >= 1
+        await term.freeze()
+
+
+class _Stumbling(Committer):
+    """Fails as no commit should, so often."""
+
+    times = 0
+
+    async def commit(self, intents: Sequence[Intent]) -> Outcome:
+        if self.times > 0:
+            self.times -= 1
+            raise OverflowError("nobody foresaw this")
+        return await super().commit(intents)
+
+
+@pytest.mark.looptime
+async def test_a_cycle_that_fails_for_no_jobs_sake_is_run_again() -> None:
+    class Once(_Stumbling):
+        times = 1
+
+    async with _cluster(job("j1")) as store:
+        term = await _elect(store, "c1.1", {"committer": Once})
+        running_term = asyncio.create_task(term.scheduler.run())
+        async with asyncio.timeout(3 * FAULT_SECONDS):
+            while not await _live(store):
+                await asyncio.sleep(1)
+        assert await term.metric('serai_cycle_failures_total{part="cycle"}') == 1
+        running_term.cancel()
+        await asyncio.gather(running_term, return_exceptions=True)
+        await term.freeze()
+
+
+@pytest.mark.looptime
+async def test_a_cycle_that_fails_for_ever_ends_the_term() -> None:
+    """A process that starts anew may do better."""
+
+    class Always(_Stumbling):
+        times = 1_000
+
+    async with _cluster(job("j1")) as store:
+        term = await _elect(store, "c1.1", {"committer": Always})
+        with pytest.raises(OverflowError):
+            await term.scheduler.run()
+        assert await term.metric('serai_cycle_failures_total{part="cycle"}') == MOST_FAILED_CYCLES
+        await term.freeze()
