@@ -290,24 +290,33 @@ async def _lead(
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
-def _fixed_port(listen: str) -> str:
-    """Both processes must know the port: the one listens on it, the other tells who leads and where."""
+def _hold_port(listen: str) -> tuple[str, socket.socket | None]:
+    """Both processes must know the port: the one listens on it, the other tells who leads and where. One that was
+    picked is bound until the end, without listening, so that nobody else is given it before the role has started."""
     host, _, port = listen.rpartition(":")
     if port != "0":
-        return listen
+        return listen, None
     name = host.strip("[]") or "127.0.0.1"
-    with socket.create_server((name, 0), family=socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
-        return f"{host}:{probe.getsockname()[1]}"
+    held = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((name, 0))
+    listen = f"{host}:{held.getsockname()[1]}"
+    if sys.platform != "linux":
+        held.close()  # elsewhere a port that is bound cannot be bound again to listen
+    return listen, held
 
 
 async def _run_both(options: argparse.Namespace, settings: Settings) -> int:
     """Starts each role as a process, starts it again when it dies, and passes a stop on."""
-    options.argv += ["--listen", _fixed_port(options.listen)]
+    listen, held = _hold_port(options.listen)
+    options.argv += ["--listen", listen]
     stop = _stop_event()
     roles = [asyncio.create_task(_keep_role(options, role, stop)) for role in ("api", "scheduler")]
     done, _ = await asyncio.wait(roles, return_when=asyncio.FIRST_COMPLETED)
     stop.set()
     results = await asyncio.gather(*roles)
+    if held is not None:
+        held.close()
     return max(results) if done else 0
 
 

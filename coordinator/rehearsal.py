@@ -8,10 +8,14 @@ and a standby plans for the real one while it waits.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+from coordinator import kernels
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.cycle import plan_cycle
@@ -42,6 +46,27 @@ _ASKED = (
 
 def load_compiled() -> None:
     """Everything that a cycle may call is compiled, or read from its cache, when this comes back."""
+    with one_at_a_time(Path(kernels.catch_up.stats.cache_path)):
+        _plan_for_a_made_up_cluster()
+
+
+@contextmanager
+def one_at_a_time(cache: Path) -> Iterator[None]:
+    """Of the processes that compile into this folder. The compiler names the code of a function in its index before it
+    has replaced the file: after an upgrade in place, the other role of this coordinator, which starts at the same time,
+    would find the former version's code under the new one's name. And what the one compiles the other need not."""
+    try:
+        lock = (cache / "serai.lock").open("w")
+    except OSError as error:
+        log.info("compiled code is not guarded: %s", error)  # nothing can be written there, so nothing is
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _plan_for_a_made_up_cluster() -> None:
     settings = Settings()
     cluster, policy, memo = Cluster(settings), policy_from(settings), Index()
     for name, gpus in (("a", 8), ("b", 8), ("more-than-rows-hold", 9)):
