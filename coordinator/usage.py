@@ -1,8 +1,8 @@
 """The ledger of use: how much GPU compute and memory each tenant held, exactly, over a sliding window.
 
-One log of changes and two fronts for each tenant. A front holds (integral so far, rate, time of the last change); the
-leading one stands at the newest change, the trailing one at the start of the window. The integral over the window is
-their difference: exact, O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x
+One log of changes and two fronts for each tenant, each an integral since the beginning: the leading one takes in a
+change at once, the trailing one when the start of the window has passed it. The integral over the window is their
+difference: exact, O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x
 milliseconds, memory in MiB x milliseconds.
 
 Beside it the ledger fills buckets of five minutes, which outlive a leader as `UsageHour` records. The past that was
@@ -54,34 +54,58 @@ _NOTHING = Use()
 
 
 @define
-class _Front:
-    integral: Use = _NOTHING
-    rate: Use = _NOTHING
-    at_ms: int = 0
+class _Hour:
+    """What was used in each of its buckets."""
 
-    def advance(self, at_ms: int) -> None:
-        if at_ms > self.at_ms:
-            self.integral = self.integral.plus(self.rate, at_ms - self.at_ms)
-            self.at_ms = at_ms
-
-    def change(self, at_ms: int, rate: Use, lump: Use) -> None:
-        """A change may come late: then the time since is made up for."""
-        self.advance(at_ms)
-        self.integral = self.integral.plus(rate, self.at_ms - at_ms).plus(lump)
-        self.rate = self.rate.plus(rate)
-
-    def reading(self, at_ms: int) -> Use:
-        return self.integral.plus(self.rate, at_ms - self.at_ms)
+    compute: list[int] = field(factory=lambda: [0] * BUCKETS)
+    memory: list[int] = field(factory=lambda: [0] * BUCKETS)
 
 
 @define
 class _Account:
-    lead: _Front = field(factory=_Front)
-    trail: _Front = field(factory=_Front)
-    rate: Use = _NOTHING
+    """The integral over the window that ends at t is `base + lead_rate * t - trail_rate * (t - window)`, for compute and
+    for memory: each front is a straight line between its changes, also back to a change that comes late."""
+
+    base_compute: int = 0
+    base_memory: int = 0
+    lead_compute: int = 0
+    lead_memory: int = 0
+    trail_compute: int = 0
+    trail_memory: int = 0
+    compute: int = 0
+    memory: int = 0
     booked_ms: int = 0
-    hours: dict[int, list[Use]] = field(factory=dict)
+    hours: dict[int, _Hour] = field(factory=dict)
     unwritten: set[int] = field(factory=set)
+
+    def lead(self, at_ms: int, rate: Use, lump: Use) -> None:
+        self.base_compute += lump.compute - rate.compute * at_ms
+        self.base_memory += lump.memory - rate.memory * at_ms
+        self.lead_compute += rate.compute
+        self.lead_memory += rate.memory
+
+    def trail(self, at_ms: int, rate: Use, lump: Use) -> None:
+        self.base_compute -= lump.compute - rate.compute * at_ms
+        self.base_memory -= lump.memory - rate.memory * at_ms
+        self.trail_compute += rate.compute
+        self.trail_memory += rate.memory
+
+    def fill(self, from_ms: int, until_ms: int, compute: int, memory: int) -> None:
+        """So much was held from then until then."""
+        for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
+            overlap_ms = min(until_ms, start_ms + BUCKET_MS) - max(from_ms, start_ms)
+            hour = self.hours.get(hour_ms)
+            if hour is None:
+                hour = self.hours[hour_ms] = _Hour()
+            hour.compute[number] += compute * overlap_ms
+            hour.memory[number] += memory * overlap_ms
+            self.unwritten.add(hour_ms)
+
+    def book(self, until_ms: int) -> None:
+        if until_ms > self.booked_ms:
+            if self.compute or self.memory:
+                self.fill(self.booked_ms, until_ms, self.compute, self.memory)
+            self.booked_ms = until_ms
 
 
 class UsageLedger:
@@ -95,20 +119,24 @@ class UsageLedger:
 
     def change(self, tenant: str, at_ms: int, rate: Use) -> None:
         """From `at_ms` on the tenant holds `rate` more (negative: less)."""
-        account = self._accounts.setdefault(tenant, _Account())
-        self._book(account, at_ms)
+        account = self._account(tenant)
+        account.book(at_ms)
         if at_ms < account.booked_ms:
-            self._fill(account, at_ms, account.booked_ms, rate)
-        account.rate = account.rate.plus(rate)
+            account.fill(at_ms, account.booked_ms, rate.compute, rate.memory)
+        account.compute += rate.compute
+        account.memory += rate.memory
         self._enter(account, tenant, at_ms, rate, _NOTHING)
 
     def past(self, hour: UsageHour) -> None:
         """What an earlier leader wrote. The caller adds nothing that it already covers."""
-        account = self._accounts.setdefault(hour.tenant, _Account())
+        account = self._account(hour.tenant)
         account.booked_ms = max(account.booked_ms, hour.until_ms)
-        buckets = [Use(c, m) for c, m in zip(hour.compute_milli_ms, hour.memory_mib_ms, strict=False)]
-        account.hours[hour.hour_ms] = (buckets + [_NOTHING] * BUCKETS)[:BUCKETS]
-        for number, use in enumerate(buckets):
+        empty = (0,) * BUCKETS
+        account.hours[hour.hour_ms] = _Hour(
+            [*hour.compute_milli_ms, *empty][:BUCKETS], [*hour.memory_mib_ms, *empty][:BUCKETS]
+        )
+        uses = [Use(c, m) for c, m in zip(hour.compute_milli_ms, hour.memory_mib_ms, strict=False)]
+        for number, use in enumerate(uses):
             start_ms = hour.hour_ms + number * BUCKET_MS
             span_ms = min(BUCKET_MS, hour.until_ms - start_ms)
             if span_ms > 0 and use != _NOTHING:
@@ -123,15 +151,16 @@ class UsageLedger:
         start_ms = now_ms - self._window_ms
         while self._log and self._log[0][0] <= start_ms:
             at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
-            self._accounts[tenant].trail.change(at_ms, rate, lump)
+            self._accounts[tenant].trail(at_ms, rate, lump)
         use = {}
         longest = self._window_ms // HOUR_MS + 3
         for tenant, account in self._accounts.items():
             if len(account.hours) > longest:
                 self._forget(account, now_ms)  # nobody takes them from a replica that does not lead
-            held = account.lead.reading(now_ms).plus(account.trail.reading(start_ms), -1)
-            if held != _NOTHING:
-                use[tenant] = held
+            compute = account.base_compute + account.lead_compute * now_ms - account.trail_compute * start_ms
+            memory = account.base_memory + account.lead_memory * now_ms - account.trail_memory * start_ms
+            if compute or memory:
+                use[tenant] = Use(compute, memory)
         return use
 
     def hours(self, now_ms: int) -> tuple[UsageHour, ...]:
@@ -139,7 +168,7 @@ class UsageLedger:
         changed = []
         for tenant in sorted(self._accounts):
             account = self._accounts[tenant]
-            self._book(account, now_ms)
+            account.book(now_ms)
             for hour_ms in sorted(account.unwritten & account.hours.keys()):
                 changed.append(_record(tenant, hour_ms, account))
             account.unwritten.clear()
@@ -149,7 +178,7 @@ class UsageLedger:
     def hour(self, tenant: str, hour_ms: int, now_ms: int) -> UsageHour:
         """The record of one hour as it stands, also of one in which nothing was held."""
         account = self._accounts.get(tenant) or _Account(booked_ms=now_ms)
-        account.hours.setdefault(hour_ms, [_NOTHING] * BUCKETS)
+        account.hours.setdefault(hour_ms, _Hour())
         return _record(tenant, hour_ms, account)
 
     def _forget(self, account: _Account, now_ms: int) -> None:
@@ -158,22 +187,15 @@ class UsageLedger:
             account.unwritten.discard(hour_ms)
 
     def _enter(self, account: _Account, tenant: str, at_ms: int, rate: Use, lump: Use) -> None:
-        account.lead.change(at_ms, rate, lump)
+        account.lead(at_ms, rate, lump)
         self._count += 1
         heapq.heappush(self._log, (at_ms, self._count, tenant, rate, lump))
 
-    def _book(self, account: _Account, until_ms: int) -> None:
-        if until_ms > account.booked_ms:
-            if account.rate != _NOTHING:
-                self._fill(account, account.booked_ms, until_ms, account.rate)
-            account.booked_ms = until_ms
-
-    def _fill(self, account: _Account, from_ms: int, until_ms: int, rate: Use) -> None:
-        for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
-            overlap_ms = min(until_ms, start_ms + BUCKET_MS) - max(from_ms, start_ms)
-            buckets = account.hours.setdefault(hour_ms, [_NOTHING] * BUCKETS)
-            buckets[number] = buckets[number].plus(rate, overlap_ms)
-            account.unwritten.add(hour_ms)
+    def _account(self, tenant: str) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account()
+        return account
 
 
 def _buckets(from_ms: int, until_ms: int) -> Iterable[tuple[int, int, int]]:
@@ -186,8 +208,6 @@ def _buckets(from_ms: int, until_ms: int) -> Iterable[tuple[int, int, int]]:
 
 
 def _record(tenant: str, hour_ms: int, account: _Account) -> UsageHour:
-    buckets = account.hours[hour_ms]
+    hour = account.hours[hour_ms]
     until_ms = min(account.booked_ms, hour_ms + HOUR_MS)
-    return UsageHour(
-        tenant, hour_ms, until_ms, tuple(b.compute for b in buckets), tuple(b.memory for b in buckets)
-    )
+    return UsageHour(tenant, hour_ms, until_ms, tuple(hour.compute), tuple(hour.memory))
