@@ -264,8 +264,7 @@ class Cluster:
             self._ledger.change(job.tenant, at_ms, use)
 
     def _share(self, now_ms: int) -> None:
-        held = {tenant: use.compute for tenant, use in self._held.now.items()}
-        self._shares.update(now_ms, self._machines.compute_milli, held, self._tenants.now)
+        self._shares.update(now_ms, self._machines.compute_milli, self._held.now, self._tenants.now)
 
     def _note_withdrawal(self, job: Job) -> None:
         """A job for which slices were reserved was taken back (`lifecycle.cancelled` says so in its record)."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from attrs import define, evolve, field
 
 from coordinator.model import Tenant, UsageHour
-from coordinator.usage import UsageLedger
+from coordinator.usage import UsageLedger, Use
 
 # Shares are taken anew as often as this while demand changes; in between they count as they were.
 EVERY_MS = 1000
@@ -175,27 +175,29 @@ class EntitledShares:
 
     def is_due(self, now_ms: int) -> bool:
         """Events of one moment are taken in together."""
-        return self._changed_ms is not None and now_ms > self._changed_ms
+        return self._changed_ms is not None and now_ms > self._changed_ms and not self._is_recent(now_ms)
 
     def update(
-        self, now_ms: int, capacity_milli: int, held_milli: Mapping[str, int], tenants: Mapping[str, Tenant]
+        self, now_ms: int, capacity_milli: int, held: Mapping[str, Use], tenants: Mapping[str, Tenant]
     ) -> None:
-        """Weighted by quota, of what each holds and wants within its limit."""
-        last_ms = self._updated_ms
-        if last_ms is not None and last_ms < now_ms < last_ms + EVERY_MS:
-            return
-        if self._changed_ms is None and capacity_milli == self._capacity_milli:
+        """Weighted by quota, of what each holds and wants within its limit. Does nothing where nothing changed, and
+        shortly after the last time."""
+        if self._is_recent(now_ms) or (self._changed_ms is None and capacity_milli == self._capacity_milli):
             return
         self._updated_ms, self._changed_ms, self._capacity_milli = now_ms, None, capacity_milli
-        names = sorted({*self._wanted_milli, *held_milli})
+        names = sorted({*self._wanted_milli, *held})
         records = [tenants.get(name) or Tenant(name) for name in names]
         demands = []
         for name, record in zip(names, records, strict=True):
-            demand_milli = held_milli.get(name, 0) + self._wanted_milli.get(name, 0)
+            demand_milli = held[name].compute if name in held else 0
+            demand_milli += self._wanted_milli.get(name, 0)
             limit_milli = record.limit_compute_milli
             demands.append(demand_milli if limit_milli is None else min(demand_milli, limit_milli))
         shares = water_fill(capacity_milli, share_weights(records), demands)
         self._ledger.set(now_ms, dict(zip(names, shares, strict=True)))
+
+    def _is_recent(self, now_ms: int) -> bool:
+        return self._updated_ms is not None and self._updated_ms < now_ms < self._updated_ms + EVERY_MS
 
     def window(self, now_ms: int) -> dict[str, int]:
         return self._ledger.window(now_ms)
