@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from coordinator.client import Client
+from coordinator.client import ApiError, Client, Unreachable
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.dev.parts import Part, PartFailed, ready_line, start
@@ -49,8 +50,8 @@ class LiveCluster:
         await self.store.txn([], [Put(token_key(ADMIN), encode(Token("admin")))])
         return self.client(ADMIN)
 
-    def client(self, token: str, address: str = "") -> Client:
-        client = Client(address or self.address, token)
+    def client(self, token: str, address: str = "", **options: Any) -> Client:
+        client = Client(address or self.address, token, **options)
         self._clients.append(client)
         return client
 
@@ -174,12 +175,63 @@ def said(part: Part, text: str) -> bool:
     return text in part.log.read_text(errors="replace")
 
 
+class Flow:
+    """Submits a job again and again, each with a key of its own, and keeps what was acknowledged. Each job writes its id
+    to `ran`. `refusal` is the last answer that was no acknowledgement."""
+
+    def __init__(self, client: Client, ran: Path) -> None:
+        self.ran = ran
+        self.ids: list[str] = []
+        self.refusal: ApiError | Unreachable | None = None
+        self._client = client
+        self._task = asyncio.create_task(self._submit())
+
+    async def _submit(self) -> None:
+        number = 0
+        command = ["sh", "-c", f'echo "$SERAI_JOB_ID" >> {self.ran}; sleep 0.1']
+        while True:
+            number += 1
+            wanted = spec(f"j{number}", *command, tenant="a", gpus=1)
+            while True:
+                try:
+                    job = await self._client.submit(wanted, idempotency_key=f"key-{number}")
+                    break
+                except (ApiError, Unreachable) as error:
+                    if isinstance(error, ApiError) and error.status != 503:
+                        raise
+                    self.refusal = error
+                    await asyncio.sleep(0.2)
+            self.ids.append(job["id"])
+            await asyncio.sleep(0.2)
+
+    @property
+    def runs(self) -> int:
+        return len(self.ran.read_text().split()) if self.ran.exists() else 0
+
+    async def goes_on(self, live: LiveCluster, jobs: int = 5) -> None:
+        until = self.runs + jobs
+        await live.until(lambda: self.runs >= until, seconds=60)
+        assert not self._task.done(), self._task.exception()
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def check(self, live: LiveCluster, client: Client) -> None:
+        """Everything that was acknowledged has run, once, and nothing else."""
+        for id in self.ids:
+            assert (await client.wait_for(id, timeout_seconds=60))["state"] == "SUCCEEDED", live.logs()
+        assert Counter(self.ran.read_text().split()) == Counter(self.ids)
+
+
 @asynccontextmanager
-async def live_cluster(folder: Path, **settings: object) -> AsyncIterator[LiveCluster]:
+async def live_cluster(
+    folder: Path, etcd_options: Sequence[str] = (), **settings: object
+) -> AsyncIterator[LiveCluster]:
     """With an etcd of its own. Ends with the invariants checked and nothing left running."""
     data = folder / "etcd"
     data.mkdir()
-    etcd = EtcdServer(data)
+    etcd = EtcdServer(data, *etcd_options)
     etcd.start()
     cluster = LiveCluster(folder, etcd, **settings)
     try:

@@ -6,17 +6,17 @@ import asyncio
 import re
 import shutil
 import time
-from collections import Counter
+import urllib.request
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from coordinator.client import ApiError, Client, Unreachable
 from coordinator.records import JOBS
 from coordinator.store import Put
 from tests.etcd_server import EtcdServer, make_members
-from tests.integration.live import LiveCluster, live_cluster, spec
+from tests.integration.live import Flow, LiveCluster, live_cluster, spec
 from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.etcd
@@ -39,6 +39,18 @@ class Members:
             if line.split(", ")[4] == "true":
                 return member
         raise AssertionError("no member leads")
+
+    def watched(self) -> int:
+        """The member by which most is watched."""
+
+        def watchers(member: EtcdServer) -> float:
+            with urllib.request.urlopen(f"{member.url}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            (count,) = re.findall(r"^etcd_debugging_mvcc_watcher_total (\S+)$", text, re.MULTILINE)
+            return float(count)
+
+        counts = [watchers(member) for member in self.members]
+        return counts.index(max(counts))
 
     def replace(self, lost: EtcdServer) -> None:
         """Its disk is gone: it leaves the cluster, and joins again empty, as etcd's manual says."""
@@ -67,46 +79,6 @@ class Members:
             member.etcdctl("defrag")
 
 
-class Flow:
-    """Submits a job again and again, each with a key of its own, and keeps what was acknowledged."""
-
-    def __init__(self, client: Client, ran: Path) -> None:
-        self.ran = ran
-        self.ids: list[str] = []
-        self._client = client
-        self._task = asyncio.create_task(self._submit())
-
-    async def _submit(self) -> None:
-        number = 0
-        command = ["sh", "-c", f'echo "$SERAI_JOB_ID" >> {self.ran}; sleep 0.1']
-        while True:
-            number += 1
-            wanted = spec(f"j{number}", *command, tenant="a", gpus=1)
-            while True:
-                try:
-                    job = await self._client.submit(wanted, idempotency_key=f"key-{number}")
-                    break
-                except (ApiError, Unreachable) as error:
-                    if isinstance(error, ApiError) and error.status != 503:
-                        raise
-                    await asyncio.sleep(0.2)
-            self.ids.append(job["id"])
-            await asyncio.sleep(0.2)
-
-    @property
-    def runs(self) -> int:
-        return len(self.ran.read_text().split()) if self.ran.exists() else 0
-
-    async def goes_on(self, live: LiveCluster, jobs: int = 5) -> None:
-        until = self.runs + jobs
-        await live.until(lambda: self.runs >= until, seconds=60)
-        assert not self._task.done(), self._task.exception()
-
-    async def end(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-
 @pytest.mark.timeout(240)
 async def test_members_die_lose_their_data_and_their_history(tmp_path: Path) -> None:
     """ET-1, ET-2, LE-8: the leading member killed and restarted, a member that lost its disk, compaction up to the head
@@ -132,11 +104,48 @@ async def test_members_die_lose_their_data_and_their_history(tmp_path: Path) -> 
         await asyncio.to_thread(members.restart_each)
         await flow.goes_on(live)
         await flow.end()
-        for id in flow.ids:
-            assert (await admin.wait_for(id, timeout_seconds=60))["state"] == "SUCCEEDED", live.logs()
-        assert Counter((tmp_path / "ran").read_text().split()) == Counter(flow.ids)
+        await flow.check(live, admin)
         assert len(flow.ids) >= 25
         await live.check()
+    finally:
+        await live.stop()
+        await asyncio.to_thread(members.stop)
+
+
+@pytest.mark.timeout(240)
+async def test_a_coordinator_that_is_cut_off_from_one_member_goes_on_by_another(tmp_path: Path) -> None:
+    """The network between the coordinator and one member of three: first it swallows what that member says, so that
+    nothing tells of the cut (LE-8); then it refuses another member's connections. Each time it is the member that
+    carries watches."""
+    members = await asyncio.to_thread(Members, tmp_path / "etcd")
+    live = LiveCluster(tmp_path, cast(EtcdServer, members), lease_seconds=3, node_lease_seconds=8)
+    try:
+        async with AsyncExitStack() as stack:
+            proxies = [
+                await stack.enter_async_context(TcpProxy(member.client_port)) for member in members.members
+            ]
+            await live.start_coordinator(etcd=",".join(proxy.url for proxy in proxies))
+            admin = await live.bootstrap()
+            await live.start_agent("n1", "simulated:8x80GiB:A100")
+            await admin.create_tenant("a", quota_memory="640GiB")
+            flow = Flow(admin, tmp_path / "ran")
+            await flow.goes_on(live)
+            first = await asyncio.to_thread(members.watched)
+            proxies[first].swallow_answers = True
+            await proxies[first].swallowed.wait()
+            await flow.goes_on(live, jobs=10)
+            proxies[first].swallow_answers = False
+            await proxies[first].cut()
+            await flow.goes_on(live)
+            second = await asyncio.to_thread(members.watched)
+            await proxies[second].refuse()
+            await flow.goes_on(live, jobs=10)
+            await proxies[second].restore()
+            await flow.goes_on(live)
+            await flow.end()
+            await flow.check(live, admin)
+            await live.check()
+            await live.stop(["c1", "n1"])
     finally:
         await live.stop()
         await asyncio.to_thread(members.stop)
