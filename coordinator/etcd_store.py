@@ -48,6 +48,9 @@ __all__ = ["EtcdMember", "EtcdSettings", "EtcdStatus", "EtcdStore"]
 FIRST_PAGE_KEYS = 256
 LARGEST_PAGE_KEYS = 2_000  # some 10 ms of a busy event loop
 SMALLEST_PAGE_KEYS = 16
+EMPTY_PAGE_BITS = (
+    8  # the first empty page makes the guess this many bits wider, each further one twice as many more
+)
 PAGE_BYTES = 2 << 20
 LIST_ATTEMPTS = 3
 
@@ -86,12 +89,22 @@ class EtcdStore:
         return key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str, *, start_after: str = "", limit: int = 0) -> Listing:
+        begin = key_bytes(prefix)
+        start = max(begin or b"\0", key_bytes(start_after) + b"\0" if start_after else b"")
         for _ in range(LIST_ATTEMPTS):
             try:
-                return await self._list(prefix, start_after, limit)
+                pieces = [
+                    piece async for piece in self._pieces(_Pages([Span(start, prefix_end(begin))]), limit)
+                ]
             except Compacted:
                 continue  # the revision that the pages are pinned to is gone: begin again at a newer one
+            return Listing(pieces[0].revision, tuple(item for piece in pieces for item in piece.items))
         raise StoreUnavailable("etcd: history is compacted faster than keys can be listed")
+
+    def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        begin = key_bytes(prefix)
+        spans = _spans(begin or b"\0", prefix_end(begin), [key_bytes(folder) for folder in keys_only])
+        return self._pieces(_Pages(spans), 0)
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         keys = list(dict.fromkeys(compare.key for compare in compares))
@@ -185,68 +198,120 @@ class EtcdStore:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    async def _list(self, prefix: str, start_after: str, limit: int) -> Listing:
-        """Pages at the revision of the first. etcd walks a whole range to count it, whatever the limit, so that pages
-        of the rest of a prefix would cost the square of its keys; each page after the first has an end of its own."""
-        begin = key_bytes(prefix)
-        start = max(begin or b"\0", key_bytes(start_after) + b"\0" if start_after else b"")
-        pages = _Pages(start, prefix_end(begin), len(begin))
-        items: list[KeyValue] = []
-        revision = 0
-        while not pages.done:
-            wanted = min(pages.size, limit - len(items)) if limit else pages.size
-            answer = await self._connection.call(
-                RANGE,
-                pb.RangeRequest(key=pages.start, range_end=pages.bound, limit=wanted, revision=revision),
-            )
-            revision = revision or answer.header.revision
-            items.extend(map(key_value, answer.kvs))
-            if limit and len(items) >= limit:
-                break
-            pages.advance([kv.key for kv in answer.kvs], answer.count, answer.ByteSize())
-        return Listing(revision, tuple(items))
+    async def _pieces(self, pages: _Pages, limit: int) -> AsyncGenerator[Listing, None]:
+        """Pages at the revision of the first. While the reader is busy with one the next is under way."""
+        revision = found = 0
+        asked = asyncio.create_task(self._page(pages.request(limit, 0)))
+        try:
+            while True:
+                answer = await asked
+                revision = revision or answer.header.revision
+                items = tuple(map(key_value, answer.kvs))
+                found += len(items)
+                pages.advance(
+                    [kv.key for kv in answer.kvs], answer.count, sum(len(item.value) for item in items)
+                )
+                is_last = pages.done or (limit and found >= limit)
+                if not is_last:
+                    wanted = limit - found if limit else 0
+                    asked = asyncio.create_task(self._page(pages.request(wanted, revision)))
+                yield Listing(revision, items)
+                if is_last:
+                    return
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def _page(self, request: pb.RangeRequest) -> pb.RangeResponse:
+        return await self._connection.call(RANGE, request)
+
+
+@frozen
+class Span:
+    """Keys from `start` to before `end`, and whether their values are wanted."""
+
+    start: bytes
+    end: bytes
+    keys_only: bool = False
+
+
+def _spans(start: bytes, end: bytes, keys_only: Sequence[bytes]) -> list[Span]:
+    """The whole range in order, cut at the folders inside of which only the keys are wanted."""
+    spans = []
+    for folder in sorted(keys_only):
+        if start < folder and (end == b"\0" or folder < end):
+            spans += [Span(start, folder), Span(folder, prefix_end(folder), keys_only=True)]
+            start = prefix_end(folder)
+    return [*spans, Span(start, end)]
 
 
 class _Pages:
-    """Bounds for reading a range of keys page by page, guessed from how densely the keys of the last page lie when
-    they are read as numbers. A wrong guess costs a short or an empty page, never a wrong answer."""
+    """Bounds for reading ranges of keys page by page. etcd walks a whole range to count it, whatever the limit, so that
+    pages of the rest of a range would cost the square of its keys; each page after the first has an end of its own,
+    guessed from how densely the keys of the last page lie when they are read as numbers. A wrong guess costs a short
+    or an empty page, never a wrong answer."""
 
-    def __init__(self, start: bytes, end: bytes, prefix_bytes: int) -> None:
-        self.start = start
-        self.bound = end
+    def __init__(self, spans: Sequence[Span]) -> None:
+        """`spans` is not empty."""
+        self.start = spans[0].start
+        self.bound = spans[0].end
         self.size = FIRST_PAGE_KEYS
         self.done = False
-        self._end = end
-        self._width = prefix_bytes + 48  # what lies deeper than that cannot be told apart, and need not be
+        self._spans = list(spans)
+        self._width = (
+            len(spans[0].start) + 48
+        )  # what lies deeper than that cannot be told apart, and need not be
         self._gap = 1  # mean distance of two keys
+        self._leap = EMPTY_PAGE_BITS
+
+    def request(self, limit: int, revision: int) -> pb.RangeRequest:
+        return pb.RangeRequest(
+            key=self.start,
+            range_end=self.bound,
+            limit=min(self.size, limit) if limit else self.size,
+            revision=revision,
+            keys_only=self._spans[0].keys_only,
+        )
 
     def advance(self, keys: Sequence[bytes], in_range: int, page_bytes: int) -> None:
         """After a page of `keys`, from a range that holds `in_range`."""
         left = in_range - len(keys)
-        if not left and self.bound == self._end:
-            self.done = True
+        if not left and self.bound == self._spans[0].end:
+            self._next_span()
             return
         if left:
             self._gap = max(1, (self._number(keys[-1]) - self._number(keys[0])) // len(keys))
             self.start = keys[-1] + b"\0"
         else:
             self.start = self.bound
-            if len(keys) < self.size // 2:
-                self._gap *= 4 if keys else 256  # an empty range ends a folder, and the next is far away
+            if not keys:  # a folder has ended, and the next one may be far away
+                self._gap <<= self._leap
+                self._leap *= 2
+            elif len(keys) < self.size // 2:
+                self._gap *= 4
         if keys:
+            self._leap = EMPTY_PAGE_BITS
             fitting = PAGE_BYTES * len(keys) // max(1, page_bytes)
             self.size = min(LARGEST_PAGE_KEYS, max(SMALLEST_PAGE_KEYS, fitting))
         if not left or left > self.size:
             self.bound = self._guess()
 
+    def _next_span(self) -> None:
+        del self._spans[0]
+        self.done = not self._spans
+        if self._spans:
+            self.start, self.bound = self._spans[0].start, self._spans[0].end
+            self.size = FIRST_PAGE_KEYS  # its values may be larger
+
     def _guess(self) -> bytes:
+        end = self._spans[0].end
         number = self._number(self.start) + self._gap * self.size
-        if self._end != b"\0" and number >= self._number(self._end):
-            return self._end
+        if end != b"\0" and number >= self._number(end):
+            return end
         if number >= 1 << (8 * self._width):
-            return self._end
+            return end
         guess = number.to_bytes(self._width, "big")
-        return guess if guess > self.start else self._end
+        return guess if guess > self.start else end
 
     def _number(self, key: bytes) -> int:
         return int.from_bytes(key[: self._width].ljust(self._width, b"\0"), "big")

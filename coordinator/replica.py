@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from coordinator import records
 from coordinator.model import Event, RecordUnreadable
@@ -32,8 +32,9 @@ log = logging.getLogger("serai.replica")
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
-DECODED_AT_ONCE = 500  # some 3 ms of a busy event loop
+DECODED_AT_ONCE = 250  # some 2 ms of a busy event loop
 
+Decoded = tuple[Change, Event | None]
 OnChange = Callable[[Change, Event | None], None]
 OnResync = Callable[[int], None]
 
@@ -59,6 +60,28 @@ class _Listener:
     on_resync: OnResync
 
 
+@define
+class _Copy:
+    """What stood under the prefix at `cluster.revision`."""
+
+    cluster: Cluster
+    keys: dict[str, KeyValue] = field(factory=dict)
+    unreadable: dict[str, str] = field(factory=dict)
+
+    def fold(self, change: Change, event: Event | None, now_ms: int) -> None:
+        item = change.item
+        self.unreadable.pop(item.key, None)
+        if change.deleted:
+            self.keys.pop(item.key, None)
+        else:
+            self.keys[item.key] = evolve(item, value=b"") if item.value and _is_valueless(item.key) else item
+        if isinstance(event, RecordUnreadable):
+            self.unreadable[item.key] = event.detail
+            log.warning("record=%s unreadable=%s", item.key, event.detail)
+        if event is not None:
+            self.cluster.apply(event, now_ms)
+
+
 class Replica:
     """`run` keeps it up; all else reads. `make_cluster` gives an empty state to fold into.
 
@@ -75,7 +98,6 @@ class Replica:
         prefix: str = records.ROOT,
         unread: tuple[str, ...] = (),
     ) -> None:
-        self.cluster = make_cluster()
         self.changes = 0
         self.connected = False
         self.connected_since_ms = clock_ms()
@@ -84,8 +106,7 @@ class Replica:
         self._clock_ms = clock_ms
         self._prefix = prefix
         self._unread = unread
-        self._keys: dict[str, KeyValue] = {}
-        self._unreadable: dict[str, str] = {}
+        self._copy = _Copy(make_cluster())
         self._listeners: list[_Listener] = []
         self._turn = asyncio.Event()
         self._listings = self._batches = self._changed_keys = 0
@@ -93,6 +114,11 @@ class Replica:
         self._heard_at: float | None = None
 
     # --- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def cluster(self) -> Cluster:
+        """The state now; another one where the copy was made anew."""
+        return self._copy.cluster
 
     @property
     def revision(self) -> int:
@@ -103,12 +129,12 @@ class Replica:
     def key_values(self) -> Mapping[str, KeyValue]:
         """Every key as it is stored, for compares and for records that the `Cluster` does not hold. The values of node
         reports and of done/ are left out: the former are stale in seconds, the latter many."""
-        return MappingProxyType(self._keys)
+        return MappingProxyType(self._copy.keys)
 
     @property
     def unreadable(self) -> Mapping[str, str]:
         """Keys whose record could not be read, and why."""
-        return MappingProxyType(self._unreadable)
+        return MappingProxyType(self._copy.unreadable)
 
     @property
     def numbers(self) -> ReplicaNumbers:
@@ -119,7 +145,7 @@ class Replica:
             listings=self._listings,
             batches=self._batches,
             changes=self._changed_keys,
-            unreadable=len(self._unreadable),
+            unreadable=len(self._copy.unreadable),
             fold_seconds=self._fold_seconds,
             quiet_seconds=0.0 if self._heard_at is None else now - self._heard_at,
         )
@@ -167,37 +193,47 @@ class Replica:
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     async def _list(self) -> None:
-        listing = await self._store.list(self._prefix)
+        async with aclosing(self._store.pages(self._prefix, keys_only=self._unread)) as pages:
+            first = await anext(pages)
+            if self.revision and first.revision >= self.revision:
+                await self._catch_up(first, pages)
+            else:
+                await self._start_anew(first, pages)
         self._listings += 1
-        if self.revision and listing.revision >= self.revision:
-            await self._catch_up(listing)
-        else:
-            await self._start_anew(listing)
         self._heard()
 
-    async def _start_anew(self, listing: Listing) -> None:
-        decoded = await self._decoded([Change(item) for item in listing.items])
-        self.cluster = self._make_cluster()
-        self._keys = {}
-        self._unreadable = {}
-        self._fold(decoded, listing.revision)
-        self.cluster.snapshot(self._clock_ms())
+    async def _start_anew(self, first: Listing, rest: AsyncIterator[Listing]) -> None:
+        """Into a copy of its own, piece by piece as they come; readers have the old one until the new one is whole."""
+        copy = _Copy(self._make_cluster())
+        now_ms = self._clock_ms()
+        await self._read_into(copy, first, now_ms)
+        async for piece in rest:
+            await self._read_into(copy, piece, now_ms)
+        copy.cluster.revision = first.revision
+        copy.cluster.snapshot(self._clock_ms())
+        self._copy = copy
         self._notify()
         for listener in tuple(self._listeners):
-            _call(listener.on_resync, listing.revision)
+            _call(listener.on_resync, first.revision)
 
-    async def _catch_up(self, listing: Listing) -> None:
+    async def _read_into(self, copy: _Copy, piece: Listing, now_ms: int) -> None:
+        decoded = await self._decoded([Change(item) for item in piece.items])
+        self._fold(copy, decoded, now_ms)
+
+    async def _catch_up(self, first: Listing, rest: AsyncIterator[Listing]) -> None:
         """Deletions first, so that a record that moved is not gone from where it is now."""
-        here = {item.key for item in listing.items}
-        gone = [key for key in self._keys if key not in here]
-        changes = [Change(KeyValue(key, b"", 0, listing.revision), deleted=True) for key in gone]
-        for item in listing.items:
-            known = self._keys.get(item.key)
-            if known is None or known.mod_revision != item.mod_revision:
+        items = [*first.items, *[item async for piece in rest for item in piece.items]]
+        known = self._copy.keys
+        here = {item.key for item in items}
+        changes = [
+            Change(KeyValue(key, b"", 0, first.revision), deleted=True) for key in known if key not in here
+        ]
+        for item in items:
+            before = known.get(item.key)
+            if before is None or before.mod_revision != item.mod_revision:
                 changes.append(Change(item))
         decoded = await self._decoded(changes)
-        self._fold(decoded, listing.revision)
-        self._notify(decoded)
+        self._take_in(decoded, first.revision)
 
     async def _follow(self) -> None:
         async with aclosing(self._store.watch(self._prefix, self.revision)) as batches:
@@ -208,42 +244,34 @@ class Replica:
                 self._heard()
                 self._batches += 1
                 if batch.changes or batch.revision > self.revision:
-                    decoded = [(change, self._event(change)) for change in batch.changes]
-                    self._fold(decoded, batch.revision)
-                    self._notify(decoded)
+                    self._take_in([(change, self._event(change)) for change in batch.changes], batch.revision)
 
-    async def _decoded(self, changes: Sequence[Change]) -> list[tuple[Change, Event | None]]:
-        """Reading the records is most of the work; the loop gets its turns in between."""
-        decoded: list[tuple[Change, Event | None]] = []
+    async def _decoded(self, changes: Sequence[Change]) -> list[Decoded]:
+        """Reading the records is most of the work; the loop gets its turns in between, and asks for the next piece."""
+        decoded: list[Decoded] = []
         for start in range(0, len(changes), DECODED_AT_ONCE):
-            decoded += [(change, self._event(change)) for change in changes[start : start + DECODED_AT_ONCE]]
             await asyncio.sleep(0)
+            decoded += [(change, self._event(change)) for change in changes[start : start + DECODED_AT_ONCE]]
         return decoded
 
     def _event(self, change: Change) -> Event | None:
         return None if change.item.key.startswith(self._unread) else records.event(change)
 
-    def _fold(self, decoded: Sequence[tuple[Change, Event | None]], revision: int) -> None:
+    def _take_in(self, decoded: Sequence[Decoded], revision: int) -> None:
         """All of it in one go, with one time: no reader runs in between."""
-        loop = asyncio.get_running_loop()
-        started_at, now_ms = loop.time(), self._clock_ms()
-        for change, event in decoded:
-            item = change.item
-            self._unreadable.pop(item.key, None)
-            if change.deleted:
-                self._keys.pop(item.key, None)
-            else:
-                self._keys[item.key] = evolve(item, value=b"") if _is_valueless(item.key) else item
-            if isinstance(event, RecordUnreadable):
-                self._unreadable[item.key] = event.detail
-                log.warning("record=%s unreadable=%s", item.key, event.detail)
-            if event is not None:
-                self.cluster.apply(event, now_ms)
+        self._fold(self._copy, decoded, self._clock_ms())
         self.cluster.revision = revision
+        self._notify(decoded)
+
+    def _fold(self, copy: _Copy, decoded: Sequence[Decoded], now_ms: int) -> None:
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        for change, event in decoded:
+            copy.fold(change, event, now_ms)
         self._changed_keys += len(decoded)
         self._fold_seconds += loop.time() - started_at
 
-    def _notify(self, decoded: Iterable[tuple[Change, Event | None]] = ()) -> None:
+    def _notify(self, decoded: Iterable[Decoded] = ()) -> None:
         for listener in tuple(self._listeners):
             for change, event in decoded:
                 _call(listener.on_change, change, event)

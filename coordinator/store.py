@@ -18,7 +18,7 @@ import enum
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 
 class StoreError(Exception):
@@ -130,6 +130,13 @@ class Listing:
     items: tuple[KeyValue, ...]
 
 
+def without_values(listing: Listing, folders: Sequence[str]) -> Listing:
+    """The same, less the values of what lies under `folders`."""
+    leave_out = tuple(folders)
+    items = (evolve(item, value=b"") if item.key.startswith(leave_out) else item for item in listing.items)
+    return Listing(listing.revision, tuple(items))
+
+
 @frozen
 class Change:
     """A key was put, or deleted (`value` is then empty and `mod_revision` that of the deletion)."""
@@ -156,6 +163,12 @@ class Store(Protocol):
     async def list(self, prefix: str, *, start_after: str = "", limit: int = 0) -> Listing:
         """All keys that begin with `prefix`, at one revision (paged inside). `start_after` and `limit` (0 = all)
         narrow it to the keys after one, for cursors."""
+
+    def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        """What `list` tells, piece by piece in key order and all at the revision of the first; at least one piece. The
+        next is fetched while the reader is busy with one, if it lets the loop turn. Values of what lies under one of
+        `keys_only` (folders inside of `prefix`) are left out. Raises `Compacted` where the revision goes away
+        meanwhile. Who leaves it early closes it."""
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """Applies all writes if all compares hold. Never retried inside. No key may be written twice."""
@@ -211,6 +224,9 @@ class MemoryStore:
         self.expire_leases()
         keys = sorted(key for key in self._items if key.startswith(prefix) and key > start_after)
         return Listing(self._revision, tuple(self._items[key] for key in (keys[:limit] if limit else keys)))
+
+    async def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        yield without_values(await self.list(prefix), keys_only)
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         self.expire_leases()

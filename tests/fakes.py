@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from random import Random
 
 from coordinator.store import (
@@ -17,6 +17,7 @@ from coordinator.store import (
     TxnResult,
     WatchBatch,
     Write,
+    without_values,
 )
 
 
@@ -87,6 +88,9 @@ class FlakyStore:
     async def list(self, prefix: str, *, start_after: str = "", limit: int = 0) -> Listing:
         await self._reach()
         return await self.store.list(prefix, start_after=start_after, limit=limit)
+
+    async def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        yield without_values(await self.list(prefix), keys_only)
 
     def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
         return self.store.watch(prefix, after_revision)

@@ -15,6 +15,7 @@ from coordinator.store import (
     Compacted,
     Delete,
     LeaseLost,
+    Listing,
     MemoryStore,
     Put,
     RequestTooLarge,
@@ -184,11 +185,23 @@ async def test_a_long_list_is_complete_and_of_one_revision(store: Store, at: str
     writer = asyncio.create_task(disturb())
     try:
         listing = await store.list(at)
+        pieces = [piece async for piece in store.pages(at, keys_only=[f"{at}b/", f"{at}ccc/"])]
     finally:
         stop.set()
         await writer
     assert [item.key for item in listing.items] == sorted(keys)
     assert all(item.mod_revision <= listing.revision for item in listing.items)
+    (revision,) = {piece.revision for piece in pieces}
+    items = [item for piece in pieces for item in piece.items]
+    assert [item.key for item in items] == sorted(keys)
+    assert all(item.mod_revision <= revision for item in items)
+    without = {item.key.removeprefix(at).partition("/")[0] for item in items if not item.value}
+    assert without == {"b", "ccc"}
+
+
+async def test_pages_of_nothing_tell_the_revision(store: Store, at: str) -> None:
+    revision = await put(store, "/contract/elsewhere")
+    assert [piece async for piece in store.pages(at)] == [Listing(revision, ())]
 
 
 # --- watches ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from coordinator.store import (
     TxnResult,
     WatchBatch,
     Write,
+    without_values,
 )
 from tests.simulation.loop import Life, Process, VirtualLoop
 
@@ -226,6 +227,9 @@ class Client:
             lambda: at_once(self._server.list(prefix, start_after=start_after, limit=limit)),
             self._fates.of_read(self._process),
         )
+
+    async def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        yield without_values(await self.list(prefix), keys_only)
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         compares, writes = tuple(compares), tuple(writes)

@@ -136,7 +136,7 @@ class Keys:
         return self.keys[low:high][:limit], max(0, high - low)
 
     def read(self, prefix: bytes) -> list[bytes]:
-        pages = etcd_store._Pages(prefix or b"\0", prefix_end(prefix), len(prefix))
+        pages = etcd_store._Pages([etcd_store.Span(prefix or b"\0", prefix_end(prefix))])
         found: list[bytes] = []
         while not pages.done:
             keys, count = self.range(pages.start, pages.bound, pages.size)

@@ -24,6 +24,7 @@ from coordinator.store import (
     TxnResult,
     WatchBatch,
     Write,
+    without_values,
 )
 
 pytestmark = pytest.mark.looptime
@@ -65,6 +66,9 @@ class Link:
     async def list(self, prefix: str, *, start_after: str = "", limit: int = 0) -> Listing:
         self._reach()
         return await self.store.list(prefix, start_after=start_after, limit=limit)
+
+    async def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
+        yield without_values(await self.list(prefix), keys_only)
 
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         self._reach()
