@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from coordinator import model
-from coordinator.lifecycle import HELD_RESERVATION, due_ms, is_restless
+from coordinator.lifecycle import HELD_RESERVATION, REFUSED_SECONDS, due_ms, is_restless
 from coordinator.lines import WaitingLines
 from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
@@ -242,6 +242,8 @@ class Cluster:
         heapq.heappush(self._due, (waited_ms, job.id))
         if job.not_before_ms:
             heapq.heappush(self._due, (job.not_before_ms, job.id))
+        if job.refused_by:
+            heapq.heappush(self._due, (job.queued_at_ms + 1000 * REFUSED_SECONDS, job.id))
 
     def _hold(self, job: Job, now_ms: int) -> None:
         assert job.allocation is not None

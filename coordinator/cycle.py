@@ -106,7 +106,7 @@ class _Cycle:
             else:
                 if self.room.is_refused(head[0]) and not self._has_withdrawn(tenant):
                     self.room.reserve(*head)
-                self.queues[tenant].refuse()
+                self._refuse(tenant, *head)
 
     def serve_the_longest_waiting(self) -> None:
         """It goes ahead of everybody, or has the reservation. Only one: a cluster full of them would serve nobody."""
@@ -131,7 +131,7 @@ class _Cycle:
             if self._serve(shape, job, draft):
                 heapq.heapreplace(turns, self.standings.turn(tenant))
             elif draft is room.draft or room.is_refused(shape):
-                self.queues[tenant].refuse()
+                self._refuse(tenant, shape, job)
             else:
                 self.queues[tenant].pass_over(self._ends_in_time)
 
@@ -140,7 +140,7 @@ class _Cycle:
         headroom = self.standings.headroom(job.tenant)
         if not headroom.allows(self.cards.needs(shape).use):
             return False
-        spots = self.room.spots(shape, headroom, draft)
+        spots = self.room.spots_of(job, shape, headroom, draft)
         if spots is None:
             return False
         self.placements.append(self._placement(job, spots))
@@ -148,6 +148,13 @@ class _Cycle:
         self.standings.charge(job.tenant, self.room.draft.charge(spots))
         self.queues[job.tenant].take(job)
         return True
+
+    def _refuse(self, tenant: str, shape: Shape, job: Job) -> None:
+        """Its line has no chance any more, unless it only avoids nodes that others of its line may use."""
+        if job.refused_by and not self.room.is_refused(shape):
+            self.queues[tenant].pass_over(lambda other: other.refused_by != job.refused_by)
+        else:
+            self.queues[tenant].refuse()
 
     @property
     def _is_full(self) -> bool:

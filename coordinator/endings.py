@@ -18,6 +18,8 @@ TIME_LIMIT_CODE = 124
 NOT_RUN_CODE = 125
 # A back-off doubles with each attempt, up to this.
 LONGEST_BACK_OFF_MS = 5 * 60 * 1000
+# Of the nodes that would not start a job so many are remembered.
+REFUSING_NODES = 8
 SIGKILL, SIGTERM = 9, 15
 
 # Serai's or the cluster's doing: tried again without using up a retry of the user.
@@ -105,6 +107,23 @@ def _all_succeeded(job: Job, ended: list[Task], stop_asked_ms: int) -> bool:
     return all(
         is_good_end(task) and (job.stop is None or (task.ended_at_ms or 0) <= stop_asked_ms) for task in ended
     )
+
+
+def refusing(job: Job, tasks: Mapping[int, Task], reason: Reason | None) -> tuple[str, ...]:
+    """The nodes that would not start an attempt of the job, the newest last, once it has ended for `reason` (TP-6). What
+    all nodes of a gang refused at once says nothing about one of them."""
+    if job.allocation is None or reason is None or reason.code not in INFRASTRUCTURE:
+        return job.refused_by
+    late = reason.code is ReasonCode.LAUNCH_DEADLINE
+    found = {
+        task.node
+        for task in tasks.values()
+        if (late and task.started_at_ms is None)
+        or (is_bad_end(task) and _task_reason(task).code in INFRASTRUCTURE)
+    }
+    if len(job.allocation.nodes) > 1 and len(found) == len(job.allocation.nodes):
+        return job.refused_by
+    return (*(node for node in job.refused_by if node not in found), *sorted(found))[-REFUSING_NODES:]
 
 
 def _code_of(task: Task) -> int | None:

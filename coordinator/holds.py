@@ -22,13 +22,14 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from coordinator.fairness import STARVED_AFTER, Policy
 from coordinator.fit import Fit, after
 from coordinator.gangs import NO_LIMIT, place
+from coordinator.lifecycle import REFUSED_SECONDS
 from coordinator.model import Job, TaskPlacement
-from coordinator.nodes import NodeBuild, NodeView, Piece, Row
+from coordinator.nodes import OTHER_THAN, NodeBuild, NodeView, Piece, Row
 from coordinator.placement import Draft, Spot, wait_reason
 from coordinator.queues import is_overdue
 from coordinator.snapshot import Shape, Snapshot
@@ -60,6 +61,12 @@ def ends_by(job: Job, now_ms: int, due_ms: int) -> bool:
     """Whether a job that starts now is over by then, by its own limit."""
     limit_seconds = job.spec.max_runtime_seconds
     return limit_seconds is not None and now_ms + 1000 * limit_seconds - job.ran_ms <= due_ms
+
+
+def elsewhere(job: Job, shape: Shape) -> Shape:
+    """The job's shape, less the nodes that would not start it."""
+    others = tuple((OTHER_THAN, node) for node in job.refused_by)
+    return evolve(shape, constraints=shape.constraints + others)
 
 
 class Room:
@@ -111,6 +118,28 @@ class Room:
         if spots is None and place(draft, shape, NO_LIMIT) is None:
             self._refused[draft].add(shape)
         return spots
+
+    def spots_of(
+        self, job: Job, shape: Shape, headroom: Headroom, draft: Draft | None
+    ) -> tuple[Spot, ...] | None:
+        """As `spots`, and first without the nodes that would not start the job before (TP-6)."""
+        if job.refused_by:
+            spots = self.spots(elsewhere(job, shape), headroom, draft)
+            if spots is not None or self.avoids(job, shape):
+                return spots
+        return self.spots(shape, headroom, draft)
+
+    def avoids(self, job: Job, shape: Shape) -> bool:
+        """Whether the job still waits for other nodes than those that would not start it: for a while, and as long as
+        there are some that could take it when empty."""
+        if not job.refused_by or self._now_ms >= job.queued_at_ms + 1000 * REFUSED_SECONDS:
+            return False
+        others = {
+            view.row.build: view.full_row
+            for name, view in self.draft.views.items()
+            if name not in job.refused_by and self.draft.gate(name, shape.constraints) is None
+        }
+        return any(self._could_take(row, shape) for row in others.values())
 
     @property
     def refused(self) -> Container[Shape]:

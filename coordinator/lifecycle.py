@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve, frozen
 
-from coordinator.endings import NOT_RUN_CODE, Ending, ending, is_bad_end, ran_ms
+from coordinator.endings import NOT_RUN_CODE, Ending, ending, is_bad_end, ran_ms, refusing
 from coordinator.model import Allocation, Happening, Job, JobState, PastAttempt, Task, TaskState
 from coordinator.nodes import NodeStatus
 from coordinator.snapshot import ClusterSettings, Snapshot
@@ -34,6 +34,8 @@ S = JobState
 # The states in which a record may hold slices, less those that are only shown.
 HOLDING = frozenset({S.ALLOCATED, S.EVICTING, S.CANCELLING, S.LOST})
 PAST_ATTEMPTS = 3
+# So long a job waits for another node than those that would not start it, before it is tried there again.
+REFUSED_SECONDS = 600
 # A number of the reason of a job that was cancelled while slices were reserved for it.
 HELD_RESERVATION = "held_reservation"
 
@@ -304,7 +306,8 @@ def _ended(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapsh
             happened, S.LOST, snapshot.now_ms, Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
         )
     if end.state is S.PENDING:
-        return Transition(job, _queued_again(happened, end, ran, snapshot))
+        refused_by = refusing(job, tasks, end.reason)
+        return Transition(job, _queued_again(evolve(happened, refused_by=refused_by), end, ran, snapshot))
     ended = [task.ended_at_ms for task in tasks.values() if task.ended_at_ms is not None]
     assert job.allocation is not None
     ended_ms = snapshot.now_ms

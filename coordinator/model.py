@@ -124,7 +124,8 @@ class Job:
 
     `state` is one of the written states; STARTING and RUNNING come from the task records (`lifecycle.shown_state`).
     `ran_ms` sums the running time of ended attempts. `not_before_ms` is the end of a back-off. `failures` counts
-    attempts that used up a retry. `past` are the newest ended attempts. `stop` is set once the leader has asked the nodes to end this attempt, and says why.
+    attempts that used up a retry. `past` are the newest ended attempts, `refused_by` the nodes that would not start one,
+    newest last. `stop` is set once the leader has asked the nodes to end this attempt, and says why.
     """
 
     id: str
@@ -144,6 +145,7 @@ class Job:
     stop: Reason | None = None
     history: tuple[Happening, ...] = ()
     past: tuple[PastAttempt, ...] = ()
+    refused_by: tuple[str, ...] = ()
     idempotency: str = ""
     version: int = 1
 

@@ -23,6 +23,8 @@ from vgpu.topology import Location, NodeTopology, TopologyCosts, location, node_
 
 # Labels of a node that must be equal.
 Constraints = tuple[tuple[str, str], ...]
+# Stands for a label in a constraint: any node but the named one. No user can name it, since it is not printable.
+OTHER_THAN = "\0other-than"
 
 # What a driver and its persistence daemon keep on an idle GPU whose processes cannot be listed.
 DRIVER_CONTEXT_MIB = 512
@@ -205,7 +207,10 @@ class NodeView:
         return ReasonCode.NODE_CORDONED if self.is_cordoned else None
 
     def has_labels(self, constraints: Constraints) -> bool:
-        return all(self.labels.get(label) == value for label, value in constraints)
+        return all(
+            self.name != value if label == OTHER_THAN else self.labels.get(label) == value
+            for label, value in constraints
+        )
 
     @property
     def is_cordoned(self) -> bool:

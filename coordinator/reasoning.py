@@ -9,7 +9,8 @@ from attrs import evolve
 from coordinator import gangs
 from coordinator.fairness import Entitlement, Standings, headroom, over_limit
 from coordinator.fit import Fit, fit, matches_model, memory_need_mib
-from coordinator.holds import Room, waits_for
+from coordinator.holds import Room, elsewhere, waits_for
+from coordinator.lifecycle import REFUSED_SECONDS
 from coordinator.model import Job, Tenant
 from coordinator.nodes import NodeView, Row
 from coordinator.placement import Draft, empty_draft, wait_reason
@@ -68,7 +69,15 @@ class Waiting(Mapping[str, Reason]):
         if not self._standings.headroom(tenant).allows(need):
             record = self._snapshot.tenant(tenant)
             return over_limit(record, self._standings.held(tenant), need)
-        return self._shape_reason(shape) or self._kept_off(job, shape, need) or self._behind(job)
+        reason = self._shape_reason(shape)
+        if reason is None and self._waits_for_others(job, shape):
+            left_ms = job.queued_at_ms + 1000 * REFUSED_SECONDS - self._snapshot.now_ms
+            return Reason(ReasonCode.NODES_REFUSED, {"seconds": (left_ms + 999) // 1000}, job.refused_by)
+        return reason or self._kept_off(job, shape, need) or self._behind(job)
+
+    def _waits_for_others(self, job: Job, shape: Shape) -> bool:
+        """What has room are only nodes that would not start it."""
+        return self._room.avoids(job, shape) and not self._fits(elsewhere(job, shape), self._room.draft)
 
     def _never_reason(self, job: Job, shape: Shape) -> Reason | None:
         if shape not in self._never:

@@ -48,6 +48,7 @@ class ReasonCode(enum.Enum):
     BORROWING_STOPPED = "borrowing_stopped"
     NO_NODES = "no_nodes"
     BACK_OFF = "back_off"
+    NODES_REFUSED = "nodes_refused"
     INTERNAL_ERROR = "internal_error"
     # what happened to a job
     SUBMITTED = "submitted"

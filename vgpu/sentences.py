@@ -101,6 +101,10 @@ TEMPLATES: Mapping[ReasonCode, str] = {
     ),
     _C.NO_NODES: "waits: the cluster has no nodes yet; start an agent on each GPU machine with `serai agent`",
     _C.BACK_OFF: "waits[ {seconds|back_off_seconds}] before it is tried again[, after failure {failures}][: {detail}]",
+    _C.NODES_REFUSED: (
+        "waits for another node: what has room now would not start it before[: {subjects}][ ({detail})]"
+        "[; tried there again in {seconds|wait_seconds}]"
+    ),
     _C.INTERNAL_ERROR: (
         "waits: Serai failed on this job and goes on without it[: {detail}]; it is tried again[ after {retry_seconds}]; "
         "the log of the leading coordinator tells operators what to report"
