@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import docker
@@ -31,10 +32,12 @@ APPLETS = "sh cat cp dd echo env false grep head id kill ls mkdir mknod od print
 
 @define
 class DockerEngine:
-    """`socket` is what an agent's --docker-socket takes. `restart` only where the test run started the daemon."""
+    """`socket` is what an agent's --docker-socket takes. `restart` only where the test run started the daemon. `options`
+    are further flags of dockerd from its next start on."""
 
     socket: Path
     folder: Path | None = None
+    options: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -61,6 +64,7 @@ class DockerEngine:
                     *("--exec-root", str(self.folder / "exec"), "--pidfile", str(self.folder / "pid")),
                     *("--iptables=false", "--ip6tables=false", "--bridge=none"),
                     *("--ip-forward=false", "--ip-masq=false"),
+                    *self.options,
                 ],
                 stdout=output,
                 stderr=output,
@@ -98,10 +102,17 @@ def docker_engine() -> Iterator[DockerEngine]:
         _make_image(engine)
         yield engine
         return
+    with own_engine() as engine:
+        yield engine
+
+
+@contextmanager
+def own_engine(*options: str) -> Iterator[DockerEngine]:
+    """A daemon beside any other, with IMAGE in it. Skips where none can be started; fails instead when CI=true."""
     if shutil.which("dockerd") is None or os.geteuid() != 0:
         missing_service("a Docker Engine (a running one, or dockerd and root to start one)")
     folder = Path(tempfile.mkdtemp(prefix="serai-docker-", dir="/tmp"))  # a socket's path must be short
-    engine = DockerEngine(folder / "d.sock", folder)
+    engine = DockerEngine(folder / "d.sock", folder, options)
     try:
         try:
             engine.start()

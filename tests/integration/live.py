@@ -45,6 +45,7 @@ class LiveCluster:
         self._starts = 0
         self._settings = folder / "settings.yaml"
         self._settings.write_text(yaml.safe_dump(SETTINGS | settings))
+        self.name = str(settings.get("cluster", "serai"))
 
     async def bootstrap(self) -> Client:
         await self.store.txn([], [Put(token_key(ADMIN), encode(Token("admin")))])
