@@ -2,7 +2,7 @@
 
 `apply` is the only way it changes, and it never raises on odd input: one bad record must not stop a cluster. Free
 capacity is derived from the allocations of live jobs (`coordinator.nodes`), anew for a node whenever something about
-it changed. A snapshot shares its mappings with the state; the first change after it copies what it touches.
+it changed. A snapshot shares its mappings with the state (`coordinator.shared`).
 
 What is applied before the first snapshot is the initial listing: only then do stored usage hours count.
 
@@ -16,13 +16,13 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
 from coordinator import model
 from coordinator.lifecycle import HELD_RESERVATION, REFUSED_SECONDS, due_ms, is_restless
 from coordinator.lines import WaitingLines
 from coordinator.machines import Machines
 from coordinator.model import Job, Task, Tenant, UsageHour
+from coordinator.shared import Shared
 from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, Snapshot
 from coordinator.usage import UsageLedger, Use
@@ -33,27 +33,6 @@ __all__ = ["Cluster", "Snapshot"]
 
 MOMENTS_PER_JOB = 8
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class _Shared(Generic[K, V]):
-    """A dict that snapshots may look into: it is copied before the first change after it was lent."""
-
-    def __init__(self) -> None:
-        self.now: dict[K, V] = {}
-        self._is_lent = False
-
-    def lend(self) -> Mapping[K, V]:
-        self._is_lent = True
-        return MappingProxyType(self.now)
-
-    def own(self) -> dict[K, V]:
-        if self._is_lent:
-            self.now = dict(self.now)
-            self._is_lent = False
-        return self.now
-
 
 class Cluster:
     """`revision` is set by whoever folds. With `keep_done` ended jobs are kept too, for readers."""
@@ -63,18 +42,18 @@ class Cluster:
         self._settings = settings
         self._keep_done = keep_done
         self._is_listing = True
-        self._jobs: _Shared[str, Job] = _Shared()
-        self._waiting: _Shared[str, Job] = _Shared()
-        self._done: _Shared[str, Job] = _Shared()
+        self._jobs: Shared[str, Job] = Shared()
+        self._waiting: Shared[str, Job] = Shared()
+        self._done: Shared[str, Job] = Shared()
         self._lines = WaitingLines()
-        self._revisions: _Shared[str, int] = _Shared()
-        self._tasks: _Shared[tuple[str, int], Mapping[int, Task]] = _Shared()
-        self._tenants: _Shared[str, Tenant] = _Shared()
-        self._held: _Shared[str, Use] = _Shared()
+        self._revisions: Shared[str, int] = Shared()
+        self._tasks: Shared[tuple[str, int], Mapping[int, Task]] = Shared()
+        self._tenants: Shared[str, Tenant] = Shared()
+        self._held: Shared[str, Use] = Shared()
         self._machines = Machines(settings)
         self._ledger = UsageLedger(1000 * settings.fairness.window_seconds)
         self._shares = EntitledShares(1000 * settings.fairness.window_seconds)
-        self._withdrawn: _Shared[str, int] = _Shared()
+        self._withdrawn: Shared[str, int] = Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
         self._due: list[tuple[int, str]] = []
@@ -183,7 +162,7 @@ class Cluster:
         if job.id not in self._revisions.now and not job.state.is_final:
             for task in job.spec.tasks:
                 self.mix[kind_of(task.gpus, task.cpu_milli)] += task.count
-        self._revisions.own()[job.id] = event.revision
+        self._revisions[job.id] = event.revision
         for folder in ("queue", "jobs", "done"):
             self._machines.readable((folder, job.id))
         before = self._jobs.now.get(job.id)
@@ -191,7 +170,7 @@ class Cluster:
             # It holds what it held: nothing is charged twice.
             self._restless.discard(job.id)
             self._news += 1
-            self._jobs.own()[job.id] = job
+            self._jobs[job.id] = job
             self._machines.hold(job)
             self._look_at(job)
             return
@@ -199,7 +178,7 @@ class Cluster:
         if job.state.is_final:
             self._note_withdrawal(job)
             if self._keep_done:
-                self._done.own()[job.id] = job
+                self._done[job.id] = job
         elif job.allocation is not None:
             self._hold(job, now_ms)
         else:
@@ -213,28 +192,27 @@ class Cluster:
         if is_here:
             self._forget_job(event.id, now_ms)
         if is_here or (event.folder == "done" and not is_elsewhere):
-            self._revisions.own().pop(event.id, None)
+            self._revisions.pop(event.id)
 
     def _forget_job(self, id: str, now_ms: int, is_placed: bool = False) -> None:
         """That a job was placed is no news: it was this leader's own decision, and leaves less for others."""
         self._restless.discard(id)
-        if id in self._done.now:
-            del self._done.own()[id]
-        if id in self._waiting.now:
-            job = self._waiting.own().pop(id)
-            key = self._lines.key_of(job.spec)
-            self._shares.want(job.tenant, -key.shape.compute_milli, now_ms)
+        self._done.pop(id)
+        waited = self._waiting.pop(id)
+        if waited is not None:
+            key = self._lines.key_of(waited.spec)
+            self._shares.want(waited.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
-            self._lines.remove(job, key)
-        if id in self._jobs.now:
-            job = self._jobs.own().pop(id)
+            self._lines.remove(waited, key)
+        lived = self._jobs.pop(id)
+        if lived is not None:
             self._news += 1
-            self._machines.free(job)
-            self._charge(job, now_ms, -1)
+            self._machines.free(lived)
+            self._charge(lived, now_ms, -1)
 
     def _queue(self, job: Job, now_ms: int) -> None:
         self._news += 1
-        self._waiting.own()[job.id] = job
+        self._waiting[job.id] = job
         key = self._lines.key_of(job.spec)
         self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
         self._lines.add(job, key)
@@ -247,7 +225,7 @@ class Cluster:
 
     def _hold(self, job: Job, now_ms: int) -> None:
         assert job.allocation is not None
-        self._jobs.own()[job.id] = job
+        self._jobs[job.id] = job
         self._machines.hold(job)
         self._charge(job, min(now_ms, job.allocation.allocated_at_ms), 1)
         self._look_at(job)
@@ -257,11 +235,13 @@ class Cluster:
         if allocation is None:
             return
         self._shares.changed(at_ms)
-        use = Use().plus(Use(allocation.compute_milli, allocation.memory_mib), times)
-        held = self._held.own()
-        held[job.tenant] = held.get(job.tenant, Use()).plus(use)
-        if held[job.tenant] == Use():
-            del held[job.tenant]
+        use = Use(times * allocation.compute_milli, times * allocation.memory_mib)
+        before = self._held.now.get(job.tenant)
+        held = use if before is None else before.plus(use)
+        if held.compute or held.memory:
+            self._held[job.tenant] = held
+        else:
+            self._held.pop(job.tenant)
         if not self._is_listing:
             self._ledger.change(job.tenant, at_ms, use)
 
@@ -276,7 +256,7 @@ class Cluster:
             and job.ended_at_ms is not None
         ):
             latest_ms = max(job.ended_at_ms, self._withdrawn.now.get(job.tenant, 0))
-            self._withdrawn.own()[job.tenant] = latest_ms
+            self._withdrawn[job.tenant] = latest_ms
 
     def _look_at(self, job: Job) -> None:
         tasks = self.tasks_of(job.id, job.attempt)
@@ -290,7 +270,7 @@ class Cluster:
     def _task_seen(self, event: model.TaskSeen, now_ms: int) -> None:
         task = event.task
         key = (task.job, task.attempt)
-        self._tasks.own()[key] = {**self._tasks.now.get(key, {}), task.task: task}
+        self._tasks[key] = {**self._tasks.now.get(key, {}), task.task: task}
         self._machines.task_seen(task, now_ms)
         job = self._jobs.now.get(task.job)
         if job is not None and job.attempt == task.attempt:
@@ -300,19 +280,19 @@ class Cluster:
         key = (event.job, event.attempt)
         left = {n: task for n, task in self._tasks.now.get(key, {}).items() if n != event.task}
         if left:
-            self._tasks.own()[key] = left
+            self._tasks[key] = left
         else:
-            self._tasks.own().pop(key, None)
+            self._tasks.pop(key)
 
     def _tenant_seen(self, event: model.TenantSeen, now_ms: int) -> None:
         self._news += 1
         self._shares.changed(now_ms)
-        self._tenants.own()[event.tenant.name] = event.tenant
+        self._tenants[event.tenant.name] = event.tenant
 
     def _tenant_gone(self, event: model.TenantGone, now_ms: int) -> None:
         self._news += 1
         self._shares.changed(now_ms)
-        self._tenants.own().pop(event.name, None)
+        self._tenants.pop(event.name)
 
     def _grant_seen(self, event: model.GrantSeen, now_ms: int) -> None:
         self._machines.grant_seen(event.node, event.job, event.attempt)
