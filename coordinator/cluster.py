@@ -13,7 +13,6 @@ the newest one seen of the same job is ignored (LK-7).
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -21,12 +20,13 @@ from coordinator import model
 from coordinator.lifecycle import HELD_RESERVATION, REFUSED_SECONDS, due_ms, is_restless
 from coordinator.lines import WaitingLines
 from coordinator.machines import Machines
+from coordinator.mix import JobMix
 from coordinator.model import Job, Task, Tenant, UsageHour
 from coordinator.shared import Shared
 from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, Snapshot
 from coordinator.usage import UsageLedger, Use
-from coordinator.worth import Kind, Worth, kind_of
+from coordinator.worth import Worth
 from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
@@ -58,9 +58,8 @@ class Cluster:
         self._restless: set[str] = set()
         self._due: list[tuple[int, str]] = []
         self._news = 0
-        # What tenants submit, learned from every job that is seen for the first time, and the prices made of it, which
-        # whoever plans sets between two cycles.
-        self.mix: Counter[Kind] = Counter()
+        # What tenants submit, and the prices made of it, which whoever plans sets between two cycles.
+        self.mix = JobMix()
         self.worth: Worth | None = None
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -159,9 +158,8 @@ class Cluster:
         job = event.job
         if event.revision < self._revisions.now.get(job.id, 0):
             return
-        if job.id not in self._revisions.now and not job.state.is_final:
-            for task in job.spec.tasks:
-                self.mix[kind_of(task.gpus, task.cpu_milli)] += task.count
+        if job.id not in self._revisions.now and not job.state.is_final and not self._is_listing:
+            self.mix.add(job.spec)
         self._revisions[job.id] = event.revision
         for folder in ("queue", "jobs", "done"):
             self._machines.readable((folder, job.id))
@@ -304,6 +302,10 @@ class Cluster:
         if self._is_listing:
             self._past.append(event.usage)
 
+    def _mix_seen(self, event: model.MixSeen, now_ms: int) -> None:
+        if self._is_listing:
+            self.mix.past(event.mix)
+
     def _machine_event(self, event: model.Event, now_ms: int) -> None:
         self._machines.apply(event, now_ms)
 
@@ -318,6 +320,9 @@ class Cluster:
             self._ledger.past(hour)
             self._shares.past(hour)
         self._past.clear()
+        for job in (*self._jobs.now.values(), *self._waiting.now.values()):
+            if job.submitted_at_ms > self.mix.until_ms:
+                self.mix.add(job.spec)
         for job in self._jobs.now.values():
             if job.allocation is not None:
                 use = Use(job.allocation.compute_milli, job.allocation.memory_mib)
@@ -365,6 +370,7 @@ _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {
     model.GrantSeen: Cluster._grant_seen,  # type: ignore[dict-item]
     model.GrantGone: Cluster._grant_gone,  # type: ignore[dict-item]
     model.UsageSeen: Cluster._usage_seen,  # type: ignore[dict-item]
+    model.MixSeen: Cluster._mix_seen,  # type: ignore[dict-item]
     model.InventorySeen: Cluster._machine_event,
     model.InventoryGone: Cluster._machine_event,
     model.ReportSeen: Cluster._machine_event,

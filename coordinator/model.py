@@ -209,6 +209,27 @@ class UsageHour:
     version: int = 1
 
 
+@frozen
+class MixLine:
+    """So many tasks of one kind: `gpus` of this compute each, and of this memory (None: all of the card's)."""
+
+    tasks: int
+    gpus: int
+    compute_milli: int
+    memory_mib: int | None
+    model: str
+    cpu_milli: int
+
+
+@frozen
+class Mix:
+    """What tenants submitted up to `until_ms`, the commonest first; the far past counts less (`coordinator.mix`)."""
+
+    until_ms: int
+    lines: tuple[MixLine, ...]
+    version: int = 1
+
+
 # --- events: the only way the state of `coordinator.cluster` changes -------------------------------------------------
 
 
@@ -305,6 +326,11 @@ class UsageSeen:
 
 
 @frozen
+class MixSeen:
+    mix: Mix
+
+
+@frozen
 class RecordUnreadable:
     """A record could not be read. `key` is its path, `detail` why. An unreadable record of jobs/ or grants/ closes
     the nodes it may be about to new work: its use is unknown, so it is never taken for zero."""
@@ -336,6 +362,7 @@ Event = (
     | GrantSeen
     | GrantGone
     | UsageSeen
+    | MixSeen
     | RecordUnreadable
     | RecordGone
 )

@@ -33,8 +33,9 @@ CPU_FACTORS = (0.0, 0.4, 0.8, 1.2, 2.0)
 MEMORY_STEPS = 20
 LARGEST_WHOLE = 64
 PREMIUM = 0.1
-# Below so many jobs nothing is known of the mix.
-FEWEST_JOBS = 100
+# Below so many jobs nothing is known of the mix. Few tell enough: what comes before there are prices takes the GPUs of
+# models in short supply, and stays there.
+FEWEST_JOBS = 10
 _EPSILON = 1e-7
 _MOST_SIZES = 100
 # Prices of sizes are made anew after as many jobs as there were before, and after so many at the latest.
@@ -79,7 +80,7 @@ class Pricing:
         if sizes is None:
             return
         priced = with_market(sizes, mix, *market(sizes))
-        if self.worth is None or sizes is not self.worth or moved(self.worth, priced):
+        if self.worth is None or moved(self.worth, priced):
             self.worth = priced
 
 
@@ -141,7 +142,13 @@ def with_market(
 
 
 def moved(before: Worth, after: Worth) -> bool:
-    """Whether a price of a model or of whole slots moved by more than a thousandth."""
+    """Whether a price of a size moved, or one of a model or of whole slots by more than a thousandth."""
+    if (before.cpu, before.memory_step_mib, before.values) != (
+        after.cpu,
+        after.memory_step_mib,
+        after.values,
+    ):
+        return True
     names = {*before.models, *after.models}
     if any(abs(before.models.get(m, 1000) - after.models.get(m, 1000)) > 1 for m in names):
         return True

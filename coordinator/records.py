@@ -15,6 +15,7 @@
     /serai/nodes/<node>/endpoint                    Endpoint      agent, leased: where its logs are served
     /serai/nodes/<node>/admin                       NodeAdmin     API
     /serai/usage/<tenant>/<hour>                    UsageHour     leader
+    /serai/mix/submitted                            Mix           leader: what the prices of placement are made of
     /serai/fences/<random>                          {}            API, leased: shuts out a submit whose answer was lost
 
 A reader ignores fields it does not know, so that an older coordinator survives a newer record. What cannot be read
@@ -43,6 +44,8 @@ from coordinator.model import (
     Job,
     JobGone,
     JobSeen,
+    Mix,
+    MixSeen,
     NodeAdmin,
     RecordGone,
     RecordUnreadable,
@@ -76,6 +79,7 @@ GRANTS = ROOT + "grants/"
 TASKS = ROOT + "tasks/"
 NODES = ROOT + "nodes/"
 USAGE = ROOT + "usage/"
+MIX = ROOT + "mix/submitted"
 FENCES = ROOT + "fences/"
 
 # Crockford's base 32 in lower case: sorts like the numbers, and has no letters that are read as digits.
@@ -315,6 +319,9 @@ def _seen(folder: str, parts: list[str], change: Change) -> Event | None:
         usage = decode(UsageHour, value)
         _check_place(change, usage_key(usage.tenant, usage.hour_ms))
         return UsageSeen(usage)
+    if folder == "mix":
+        _check_place(change, MIX)
+        return MixSeen(decode(Mix, value))
     if folder == "nodes":
         return _node_seen(parts, value)
     return None

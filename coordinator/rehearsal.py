@@ -21,6 +21,7 @@ from coordinator.config import Settings
 from coordinator.cycle import plan_cycle
 from coordinator.fairness import policy_from
 from coordinator.index import Index
+from coordinator.market import keep_prices
 from coordinator.model import InventorySeen, Job, JobSeen, JobState, ReportSeen, Tenant, TenantSeen
 from coordinator.placement import Draft
 from coordinator.prices import FEWEST_JOBS, size_prices, with_market
@@ -89,16 +90,20 @@ def _plan_for_a_made_up_cluster() -> None:
 
 
 async def rehearse(replica: Replica, settings: Settings, clock_ms: Callable[[], int], memo: Index) -> None:
-    """What a standby does until it is cancelled: views of nodes and the memo's answers are there when it wins."""
+    """What a standby does until it is cancelled: views of nodes, prices and the memo's answers are there when it wins."""
     policy, seen = policy_from(settings), -1
-    while True:
-        if replica.changes != seen:
-            seen = replica.changes
-            try:
-                plan_cycle(replica.cluster.snapshot(clock_ms()), policy, memo)
-            except Exception:
-                log.exception("a rehearsal failed")  # it decides nothing, and must end nothing
-        await asyncio.sleep(REHEARSE_SECONDS)
+    prices = asyncio.create_task(keep_prices(replica, memo))
+    try:
+        while True:
+            if replica.changes != seen:
+                seen = replica.changes
+                try:
+                    plan_cycle(replica.cluster.snapshot(clock_ms()), policy, memo)
+                except Exception:
+                    log.exception("a rehearsal failed")  # it decides nothing, and must end nothing
+            await asyncio.sleep(REHEARSE_SECONDS)
+    finally:
+        prices.cancel()
 
 
 def _inventory(node: str, count: int) -> NodeInventory:

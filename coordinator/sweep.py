@@ -3,6 +3,7 @@
     orphans      attempts that the engine still has without a live allocation: stopped after two sightings that are
                  older than the grace period (RR-6); task records and grants whose job is not live any more
     usage        the hour records of each tenant, so that a new leader knows the past
+    mix          what tenants submit, once a tenth of it is new
     retention    done/ and idempotency/ records past their time
     excess       done/ records beyond the number that is kept
     compaction   of etcd's history, never nearer to the head than a slow watcher may be behind
@@ -25,6 +26,7 @@ from coordinator.records import (
     DONE,
     GRANTS,
     IDEMPOTENCY,
+    MIX,
     TASKS,
     Idempotency,
     Unreadable,
@@ -74,6 +76,7 @@ class Sweep:
             (ROUND_SECONDS, self.stale_records),
             (ROUND_SECONDS, self.excess),
             (SLOW_ROUND_SECONDS, self.usage),
+            (SLOW_ROUND_SECONDS, self.mix),
             (SLOW_ROUND_SECONDS, self.retention),
             (self._settings.compact_every_seconds, self.compaction),
         )
@@ -121,6 +124,13 @@ class Sweep:
         puts = [Put(usage_key(hour.tenant, hour.hour_ms), encode(hour)) for hour in hours]
         for start in range(0, len(puts), DELETIONS_PER_TRANSACTION):
             await self._committer.write([], puts[start : start + DELETIONS_PER_TRANSACTION])
+
+    async def mix(self) -> None:
+        mix = self._replica.cluster.mix
+        if mix.is_due:
+            seen = mix.seen
+            await self._committer.write([], [Put(MIX, encode(mix.record(self._clock_ms())))])
+            mix.written = seen
 
     async def retention(self) -> None:
         now_ms = self._clock_ms()

@@ -14,7 +14,7 @@ from coordinator.config import Settings
 from coordinator.cycle import plan_cycle
 from coordinator.fairness import policy_from
 from coordinator.lifecycle import settle
-from coordinator.model import Job, JobState, NodeAdmin, Task, TaskState, Tenant, UsageHour
+from coordinator.model import Job, JobState, Mix, MixLine, NodeAdmin, Task, TaskState, Tenant, UsageHour
 from coordinator.store import Change, Delete, KeyValue, Put
 from coordinator.sweep import attempt_of
 from jobspecs.container import Grant
@@ -38,11 +38,12 @@ RIGHT: dict[str, object] = {
     records.endpoint_key("n9"): records.Endpoint("n9", "", ""),
     records.admin_key("n9"): NodeAdmin("n9"),
     records.usage_key("team-a", 3_600_000): UsageHour("team-a", 3_600_000, 1, (0,) * 12, (0,) * 12),
+    records.MIX: Mix(1, (MixLine(5, 1, 500, 40_960, "", 1000),)),
 }
 ODD_KEYS = (
     "leader/holder/more", "tenants/", "tenants/a/b", "queue/x", "queue/a/b/c/d", "jobs/", "jobs/x/y", "done/a/b", "grants/",
     "grants/x", "grants/n1/x", "grants/n1/a.b", "grants/n1/a.1.2.3", "grants/n1/.1", "tasks/x", "tasks/n1/a.b.c", "tasks/n1/a",
-    "nodes/n1", "nodes/n1/x", "nodes/n1/report/x", "nodes/", "usage/a", "usage/a/b/c", "unknown/x", "x", "", "fences/",
+    "nodes/n1", "nodes/n1/x", "nodes/n1/report/x", "nodes/", "usage/a", "usage/a/b/c", "mix/", "mix/x", "unknown/x", "x", "", "fences/",
 )  # fmt: skip
 GARBAGE = (
     b"", b"{}", b"[]", b"null", b"7", b"\xff\xfe\x00", b"{", b'"text"', b'{"version":99}', b"[" * 100_000,

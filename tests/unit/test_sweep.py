@@ -14,13 +14,15 @@ from coordinator.cluster import Cluster
 from coordinator.commit import Committer
 from coordinator.config import Settings
 from coordinator.engines.agent import AgentEngine
-from coordinator.model import Job, JobState
+from coordinator.model import Job, JobState, Mix
 from coordinator.records import (
     DONE,
     GRANTS,
     LEADER,
+    MIX,
     Endpoint,
     Leadership,
+    decode,
     done_key,
     encode,
     grant_key,
@@ -115,6 +117,29 @@ async def test_ended_jobs_go_after_their_time() -> None:
     async with sweeping(*ended(["old"], old_ms), *ended(["new"])) as world:
         await world.pass_time(SLOW_ROUND_SECONDS)
         assert await world.keys(DONE) == ["new"]
+
+
+async def test_what_tenants_submit_is_written_once_enough_is_new_and_over_garbage() -> None:
+    """DA-7 too: a record that cannot be read is known as such until it is written anew."""
+
+    async def tasks(world: World) -> list[int]:
+        items = (await world.store.list(MIX)).items
+        return [sum(line.tasks for line in decode(Mix, item.value).lines) for item in items]
+
+    async with sweeping(Put(MIX, b"garbage")) as world:
+        assert list(world.replica.unreadable) == [MIX]
+        await world.pass_time(2 * SLOW_ROUND_SECONDS)
+        assert [item.value for item in (await world.store.list(MIX)).items] == [b"garbage"], "nothing is new"
+        await world.put(*(Put(queue_key("a", f"j{n}"), encode(job(f"j{n}"))) for n in range(15)))
+        await world.pass_time(SLOW_ROUND_SECONDS)
+        assert await tasks(world) == [15]
+        assert not world.replica.unreadable
+        await world.put(Put(queue_key("a", "k1"), encode(job("k1"))))
+        await world.pass_time(SLOW_ROUND_SECONDS)
+        assert await tasks(world) == [15], "little is new"
+        await world.put(Put(queue_key("a", "k2"), encode(job("k2"))))
+        await world.pass_time(SLOW_ROUND_SECONDS)
+        assert await tasks(world) == [17]
 
 
 async def test_compaction_keeps_its_distance_and_its_period() -> None:

@@ -157,5 +157,7 @@ def test_prices_are_made_rarely_and_swapped_only_when_they_moved():
         if pricing.is_due(jobs):
             pricing.refresh({kind(470): jobs}, jobs, market, CARD)
             seen.append(pricing.worth)
-    assert asked <= 20
-    assert len({id(worth) for worth in seen}) == 4, "at 100, 200, 400 and 800 jobs, and nothing moved between"
+    assert asked <= 25
+    assert len({id(worth) for worth in seen}) == 1, "of more of the same nothing moves"
+    pricing.refresh({kind(470): 1000, kind(810): 1000}, 2000, market, CARD)
+    assert pricing.worth is not seen[-1]
