@@ -198,10 +198,9 @@ class Cluster:
         self._done.pop(id)
         waited = self._waiting.pop(id)
         if waited is not None:
-            key = self._lines.key_of(waited.spec)
+            key = self._lines.remove(waited)
             self._shares.want(waited.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
-            self._lines.remove(waited, key)
         lived = self._jobs.pop(id)
         if lived is not None:
             self._news += 1
@@ -211,9 +210,8 @@ class Cluster:
     def _queue(self, job: Job, now_ms: int) -> None:
         self._news += 1
         self._waiting[job.id] = job
-        key = self._lines.key_of(job.spec)
+        key = self._lines.add(job)
         self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
-        self._lines.add(job, key)
         waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
         heapq.heappush(self._due, (waited_ms, job.id))
         if job.not_before_ms:

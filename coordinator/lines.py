@@ -1,25 +1,121 @@
 """The waiting jobs in lines: those of one tenant, one priority and one shape, oldest first. Owned by one `Cluster`.
 
-A job joins and leaves its line for the price of finding its place. Snapshots share every line that has not changed.
+A job joins the end of its line and leaves its front at once, however long the line is; anywhere else for the price of
+finding its place and copying the line once for each snapshot. Snapshots share every line that has not changed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import overload
 
 from coordinator.model import Job
 from coordinator.snapshot import LineKey, shape_of
 from jobspecs.spec import JobSpec
 
 FORMS_KEPT = 10_000
+# Jobs that have left the front of a line stay in its list until they are this part of it, or few in any case.
+_LEFT_PART = 4
+_LEFT_FEW = 64
+
+
+class JobLine(Sequence[Job]):
+    """A line as it was at one moment: a part of a list that only grows behind it."""
+
+    __slots__ = ("_jobs", "_start", "_stop")
+
+    def __init__(self, jobs: list[Job], start: int) -> None:
+        self._jobs = jobs
+        self._start = start
+        self._stop = len(jobs)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, place: int) -> Job: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Job, ...]: ...
+    def __getitem__(self, place: int | slice) -> Job | tuple[Job, ...]:
+        if isinstance(place, slice):
+            places = range(self._start, self._stop)[place]
+            return tuple([self._jobs[at] for at in places])
+        at = place + (self._start if place >= 0 else self._stop)
+        if self._start <= at < self._stop:
+            return self._jobs[at]
+        raise IndexError(place)
+
+    def __iter__(self) -> Iterator[Job]:
+        return map(self._jobs.__getitem__, range(self._start, self._stop))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"JobLine({[job.id for job in self]})"
+
+
+class _Line:
+    """A line as it is now: `jobs` from `start` on. What was lent sees of `jobs` what was there when it was lent, so that
+    only the end of the list may grow; every other change is made in a list of its own."""
+
+    __slots__ = ("jobs", "lent", "owns", "start")
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.start = 0
+        self.owns = True
+        self.lent: JobLine | None = None
+
+    def __len__(self) -> int:
+        return len(self.jobs) - self.start
+
+    def add(self, job: Job) -> None:
+        self.lent = None
+        if not len(self) or _age(self.jobs[-1]) <= _age(job):
+            self.jobs.append(job)
+        else:
+            self._own()
+            insort(self.jobs, job, lo=self.start, key=_age)
+
+    def remove(self, job: Job) -> None:
+        self.lent = None
+        if len(self) and self.jobs[self.start].id == job.id:
+            self.start += 1
+            if self.start > max(_LEFT_FEW, len(self.jobs) // _LEFT_PART):
+                self._copy()
+            return
+        self._own()
+        place = bisect_left(self.jobs, _age(job), lo=self.start, key=_age)
+        if place < len(self.jobs) and self.jobs[place].id == job.id:
+            del self.jobs[place]
+
+    def lend(self) -> JobLine:
+        if self.lent is None:
+            self.lent = JobLine(self.jobs, self.start)
+            self.owns = False
+        return self.lent
+
+    def _own(self) -> None:
+        if not self.owns:
+            self._copy()
+
+    def _copy(self) -> None:
+        self.jobs = self.jobs[self.start :]
+        self.start = 0
+        self.owns = True
 
 
 class WaitingLines:
     def __init__(self) -> None:
-        self._frozen: dict[str, Mapping[LineKey, tuple[Job, ...]]] = {}
-        self._changed: dict[str, dict[LineKey, list[Job]]] = {}
+        self._lines: dict[str, dict[LineKey, _Line]] = {}
+        self._lent: dict[str, Mapping[LineKey, JobLine]] = {}
+        self._changed: dict[str, dict[LineKey, None]] = {}
+        self._key_of_job: dict[str, LineKey] = {}
         self._keys: dict[tuple[object, ...], LineKey] = {}
 
     def key_of(self, spec: JobSpec) -> LineKey:
@@ -48,36 +144,56 @@ class WaitingLines:
             key = self._keys[form] = LineKey(spec.priority, shape_of(spec))
         return key
 
-    def add(self, job: Job, key: LineKey) -> None:
-        line = self._line(job.tenant, key)
-        if not line or _age(line[-1]) <= _age(job):
-            line.append(job)
-        else:
-            insort(line, job, key=_age)
+    def add(self, job: Job) -> LineKey:
+        """It joins its line, whose key is told."""
+        key = self._key_of_job[job.id] = self.key_of(job.spec)
+        lines = self._lines.get(job.tenant)
+        if lines is None:
+            lines = self._lines[job.tenant] = {}
+        line = lines.get(key)
+        if line is None:
+            line = lines[key] = _Line()
+        line.add(job)
+        self._change(job.tenant, key)
+        return key
 
-    def remove(self, job: Job, key: LineKey) -> None:
-        line = self._line(job.tenant, key)
-        place = bisect_left(line, _age(job), key=_age)
-        if place < len(line) and line[place].id == job.id:
-            del line[place]
+    def remove(self, job: Job) -> LineKey:
+        """It leaves the line that it joined, with the record that it joined with."""
+        key = self._key_of_job.pop(job.id)
+        self._lines[job.tenant][key].remove(job)
+        self._change(job.tenant, key)
+        return key
 
-    def lend(self) -> Mapping[str, Mapping[LineKey, tuple[Job, ...]]]:
-        """All lines by tenant, frozen; empty ones are left out."""
+    def lend(self) -> Mapping[str, Mapping[LineKey, JobLine]]:
+        """All lines by tenant, frozen; empty ones are left out. Those of a tenant are the same object as long as none
+        of them changes."""
         if self._changed:
-            frozen = dict(self._frozen)
-            for tenant, changed in self._changed.items():
-                lines = {**frozen.pop(tenant, {}), **{key: tuple(jobs) for key, jobs in changed.items()}}
-                if any(lines.values()):
-                    frozen[tenant] = {key: jobs for key, jobs in lines.items() if jobs}
-            self._frozen = frozen
+            self._lent = dict(self._lent)
+            for tenant, keys in self._changed.items():
+                self._lend_of(tenant, keys)
             self._changed = {}
-        return MappingProxyType(self._frozen)
+        return MappingProxyType(self._lent)
 
-    def _line(self, tenant: str, key: LineKey) -> list[Job]:
-        lines = self._changed.setdefault(tenant, {})
-        if key not in lines:
-            lines[key] = list(self._frozen.get(tenant, {}).get(key, ()))
-        return lines[key]
+    def _lend_of(self, tenant: str, keys: Mapping[LineKey, None]) -> None:
+        lines, lent = self._lines[tenant], dict(self._lent.get(tenant, {}))
+        for key in keys:
+            line = lines[key]
+            if len(line):
+                lent[key] = line.lend()
+            else:
+                lent.pop(key, None)
+                del lines[key]
+        if lent:
+            self._lent[tenant] = lent
+        else:
+            self._lent.pop(tenant, None)
+            del self._lines[tenant]
+
+    def _change(self, tenant: str, key: LineKey) -> None:
+        changed = self._changed.get(tenant)
+        if changed is None:
+            changed = self._changed[tenant] = {}
+        changed[key] = None
 
 
 def _age(job: Job) -> tuple[int, str]:
