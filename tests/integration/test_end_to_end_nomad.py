@@ -7,40 +7,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from attrs import frozen
 
 from coordinator.client import Client
-from tests.fakenomad import FakeNomad, NomadServer
-from tests.integration.live import LiveCluster, live_cluster, spec
+from tests.integration.live import spec
+from tests.integration.live_nomad import Nomad, nomad_cluster
 
 pytestmark = pytest.mark.etcd
 
 
-@frozen
-class Nomad:
-    live: LiveCluster
-    admin: Client
-    fake: FakeNomad
-    nodes: dict[str, str]
-    address: str
-
-
 @pytest.fixture
 async def nomad(tmp_path: Path) -> AsyncIterator[Nomad]:
-    fake = FakeNomad()
-    nodes = {name: fake.add_node(f"client-of-{name}").id for name in ("n1", "n2")}
-    server = NomadServer(fake, heartbeat_seconds=0.5)
-    await server.start()
-    try:
-        async with live_cluster(tmp_path, launch_retries=1, back_off_seconds=1) as live:
-            await live.start_coordinator(engine="nomad", nomad=server.address)
-            admin = await live.bootstrap()
-            for name, id in nodes.items():
-                await live.start_agent(name, "simulated:2x16GiB:T4", "process", "--engine-node-id", id)
-            await admin.create_tenant("a", quota_memory="64GiB")
-            yield Nomad(live, admin, fake, nodes, server.address)
-    finally:
-        await server.stop()
+    async with nomad_cluster(tmp_path) as nomad:
+        yield nomad
 
 
 async def test_jobs_run_pinned_and_the_next_one_starts(nomad: Nomad) -> None:
@@ -75,7 +53,7 @@ async def test_a_coordinator_that_dies_after_registering_starts_nothing_twice(no
     job = await nomad.admin.submit(spec("long", "sh", "-c", "sleep 100", tenant="a", gpus=1))
     await nomad.live.until(lambda: _is(nomad.admin, job["id"], "RUNNING"))
     nomad.live.kill("c1")
-    await nomad.live.start_coordinator("c2", engine="nomad", nomad=nomad.address)
+    await nomad.start_coordinator("c2")
     admin = nomad.live.client("admin-token-of-the-tests")
     await nomad.live.until(lambda: _is(admin, job["id"], "RUNNING"))
     assert len(nomad.fake.clients.containers) == 1
