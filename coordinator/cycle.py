@@ -26,13 +26,17 @@ from coordinator.fairness import Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot
-from coordinator.queues import Cards, TenantQueue, overdue, wanted
+from coordinator.queues import Cards, Line, TenantQueue, overdue, wanted
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from vgpu.reasons import Reason, ReasonCode
 
 if TYPE_CHECKING:
     from coordinator.index import Index
+
+ALL_SHAPES = -1
+# From so many refused shapes on it is cheaper to ask for all at once than to find one after the other.
+_MANY_REFUSALS = 8
 
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
 
@@ -80,6 +84,8 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
 
 
 class _Cycle:
+    """`open` are the shapes, as bits, that may still find room in the whole draft."""
+
     def __init__(self, snapshot: Snapshot, policy: Policy, memo: Index | None) -> None:
         self.snapshot = snapshot
         self.policy = policy
@@ -87,10 +93,10 @@ class _Cycle:
         self.standings = Standings(snapshot, policy)
         self.entitlement = Entitlement(snapshot, policy, wanted(snapshot, self.cards))
         self.room = Room(Draft(snapshot, index=memo), policy)
-        self.queues = {
-            tenant: TenantQueue(snapshot, tenant, self.cards, policy.max_wait_seconds)
-            for tenant in snapshot.lines
-        }
+        self.queues: dict[str, TenantQueue] = {}
+        self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
+        self.open = ALL_SHAPES
+        self.refusals = 0
         self.placements: list[Placement] = []
 
     def serve_those_who_are_owed(self) -> None:
@@ -98,22 +104,23 @@ class _Cycle:
         turns = self._turns()
         while turns and not self._is_full and self.room.reservation is None:
             tenant = turns[0][-1]
-            head = self.queues[tenant].first()
+            head = self._queue(tenant).first()
             if head is None or not self._is_owed(*head):
                 heapq.heappop(turns)
             elif self._serve(*head, self.room.draft):
-                heapq.heapreplace(turns, self.standings.turn(tenant))
+                heapq.heapreplace(turns, self.turns[tenant])
             else:
-                if self.room.is_refused(head[0]) and not self._has_withdrawn(tenant):
-                    self.room.reserve(*head)
-                self._refuse(tenant, *head)
+                line, job = head
+                if self.room.is_refused(line.shape) and not self._has_withdrawn(tenant):
+                    self.room.reserve(line.shape, job)
+                self._refuse(line, job)
 
     def serve_the_longest_waiting(self) -> None:
         """It goes ahead of everybody, or has the reservation. Only one: a cluster full of them would serve nobody."""
-        for shape, job in self._waited_too_long():
-            if self._serve(shape, job, self.room.draft):
+        for line, job in self._waited_too_long():
+            if self._serve(line, job, self.room.draft):
                 return
-            if self.room.is_refused(shape) and self.room.reserve(shape, job):
+            if self.room.is_refused(line.shape) and self.room.reserve(line.shape, job):
                 return
 
     def serve_everybody(self) -> None:
@@ -121,53 +128,85 @@ class _Cycle:
         turns, room = self._turns(), self.room
         while turns and not self._is_full:
             tenant = turns[0][-1]
-            head = self.queues[tenant].first(room.refused)
+            head = self._queue(tenant).first(self.open)
             if head is None:
                 heapq.heappop(turns)
                 continue
-            shape, job = head
-            is_owed = not room.stops_borrowing or self._is_owed(shape, job)
+            line, job = head
+            is_owed = not room.stops_borrowing or self._is_owed(line, job)
             draft = room.open_to(job, is_owed)
-            if self._serve(shape, job, draft):
-                heapq.heapreplace(turns, self.standings.turn(tenant))
-            elif draft is room.draft or room.is_refused(shape):
-                self._refuse(tenant, shape, job)
+            if self._serve(line, job, draft):
+                heapq.heapreplace(turns, self.turns[tenant])
+            elif draft is room.draft or room.is_refused(line.shape):
+                self._refuse(line, job)
             else:
-                self.queues[tenant].pass_over(self._ends_in_time)
+                self._pass_over(tenant)
 
-    def _serve(self, shape: Shape, job: Job, draft: Draft | None) -> bool:
+    def _serve(self, line: Line, job: Job, draft: Draft | None) -> bool:
         """Places the job whole or not at all, and charges its tenant at once."""
-        headroom = self.standings.headroom(job.tenant)
-        if not headroom.allows(self.cards.needs(shape).use):
+        tenant = job.tenant
+        headroom = self.standings.headroom(tenant)
+        if not headroom.allows(line.needs.use):
             return False
-        spots = self.room.spots_of(job, shape, headroom, draft)
+        spots = self.room.spots_of(job, line.shape, headroom, draft)
         if spots is None:
             return False
         self.placements.append(self._placement(job, spots))
         self.room.take(job, spots)
-        self.standings.charge(job.tenant, self.room.draft.charge(spots))
-        self.queues[job.tenant].take(job)
+        self.standings.charge(tenant, self.room.draft.charge(spots))
+        self.turns[tenant] = self.standings.turn(tenant)
+        self._queue(tenant).take(job)
         return True
 
-    def _refuse(self, tenant: str, shape: Shape, job: Job) -> None:
-        """Its line has no chance any more, unless it only avoids nodes that others of its line may use."""
-        if job.refused_by and not self.room.is_refused(shape):
-            self.queues[tenant].pass_over(lambda other: other.refused_by != job.refused_by)
+    def _refuse(self, line: Line, job: Job) -> None:
+        """Its line has no chance any more, unless it only avoids nodes that others of its line may use. Once much was
+        refused, all shapes that wait are asked at once, and what has no room is looked at no more."""
+        queue, is_refused = self._queue(job.tenant), self.room.is_refused(line.shape)
+        if job.refused_by and not is_refused:
+            queue.pass_over(lambda other: other.refused_by != job.refused_by)
         else:
-            self.queues[tenant].refuse()
+            queue.refuse()
+        if is_refused:
+            self.open &= ~line.bit
+            self.refusals += 1
+            if self.refusals == _MANY_REFUSALS:
+                shapes = self.cards.fronts.shapes(self._waiting_shapes() & self.open)
+                self.open = self.room.fitting(shapes)
+
+    def _pass_over(self, tenant: str) -> None:
+        """Only a job that ends before the reserved one is due may have what is kept for that one."""
+        reservation = self.room.reservation
+        if reservation is None or reservation.due_ms is None:
+            self._queue(tenant).refuse()
+        else:
+            self._queue(tenant).pass_over(self._ends_in_time)
+
+    def _queue(self, tenant: str) -> TenantQueue:
+        known = self.queues.get(tenant)
+        if known is None:
+            known = TenantQueue(self.snapshot, tenant, self.cards, self.policy.max_wait_seconds)
+            self.queues[tenant] = known
+        return known
+
+    def _waiting_shapes(self) -> int:
+        """Of all tenants, as bits."""
+        bits = 0
+        for tenant, lines in self.snapshot.lines.items():
+            bits |= self.cards.fronts.of(tenant, lines, self.cards).bits
+        return bits
 
     @property
     def _is_full(self) -> bool:
         return len(self.placements) >= self.policy.placements_per_cycle
 
     def _turns(self) -> list[tuple[bool, int, str]]:
-        turns = [self.standings.turn(tenant) for tenant in self.queues]
+        turns = list(self.turns.values())
         heapq.heapify(turns)
         return turns
 
-    def _is_owed(self, shape: Shape, job: Job) -> bool:
-        held, need = self.standings.held(job.tenant), self.cards.needs(shape).use
-        return self.entitlement.covers(job.tenant, held, need, self.room.is_starved(job))
+    def _is_owed(self, line: Line, job: Job) -> bool:
+        held, tenant = self.standings.held(job.tenant), job.tenant
+        return self.entitlement.covers(tenant, held, line.needs.use, self.room.is_starved(job))
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation
@@ -180,7 +219,7 @@ class _Cycle:
         at_ms = self.snapshot.withdrawn.get(tenant)
         return at_ms is not None and self.snapshot.now_ms - at_ms < 1000 * self.policy.withdrawal_seconds
 
-    def _waited_too_long(self) -> Iterator[tuple[Shape, Job]]:
+    def _waited_too_long(self) -> Iterator[tuple[Line, Job]]:
         """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: overdue,
         allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7)."""
         late: Iterable[tuple[Shape, Job]] = (
@@ -194,7 +233,7 @@ class _Cycle:
             late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id)
         ):
             if shape not in seen and why_never(job.spec, self.snapshot) is None:
-                yield shape, job
+                yield Line(shape, self.cards.fronts.bit(shape), self.cards.needs(shape), (job,)), job
             seen.add(shape)
 
     def _placement(self, job: Job, spots: Sequence[Spot]) -> Placement:
@@ -210,11 +249,17 @@ class _Cycle:
 
 def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
     """Why there: what the set costs, and how full the nodes were."""
-    nodes = sorted({spot.node for spot in spots})
+    if len(spots) == 1:  # most jobs: a set of one node costs what its GPUs cost each other
+        node, found = spots[0].node, spots[0].found
+        nodes, gpus, cost = [node], len(found.gpus), found.cost
+    else:
+        nodes = sorted({spot.node for spot in spots})
+        gpus = sum(len(spot.found.gpus) for spot in spots)
+        cost = gangs.communication_cost(draft, spots)
     numbers = {
-        "gpus": sum(len(spot.found.gpus) for spot in spots),
+        "gpus": gpus,
         "nodes": len(nodes),
-        "communication_cost": gangs.communication_cost(draft, spots),
-        "idle_gpus_before": sum(draft.idle_gpus(node) for node in nodes),
+        "communication_cost": cost,
+        "idle_gpus_before": sum([draft.idle_gpus(node) for node in nodes]),
     }
     return Reason(ReasonCode.PLACED, numbers, tuple(nodes))

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from math import lcm
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from attrs import frozen
 
 from coordinator.model import Tenant
 from coordinator.shares import share_weights, water_fill
 from coordinator.snapshot import Snapshot
-from coordinator.usage import Headroom, Use
+from coordinator.usage import NO_LIMIT, NO_USE, Headroom, Use
 from vgpu.reasons import Reason, ReasonCode
 
 MILLION = 1_000_000
@@ -52,8 +52,7 @@ class Totals:
     window_ms: int = 1
 
 
-@frozen
-class TenantUse:
+class TenantUse(NamedTuple):
     """What one tenant's rank depends on. `weight` is never 0 here; `is_last` says that it was. `entitled` is the
     integral of its entitled share of compute, beside `integral` of what it held."""
 
@@ -146,18 +145,22 @@ def space_time(policy: Policy, use: TenantUse, totals: Totals) -> int:
     return policy.space_weight * space - policy.time_weight * time
 
 
-def space_time_terms(use: TenantUse, totals: Totals) -> tuple[Fraction, Fraction]:
-    space = Fraction(use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib)
-    return space, Fraction(use.integral, totals.integral)
+# Numerator and denominator, in no lowest terms: made for each placement, and a `Fraction` is slow to make.
+Term = tuple[int, int]
 
 
-def debt_first_terms(use: TenantUse, totals: Totals) -> tuple[Fraction, Fraction]:
+def space_time_terms(use: TenantUse, totals: Totals) -> tuple[Term, Term]:
+    space = use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib
+    return space, (use.integral, totals.integral)
+
+
+def debt_first_terms(use: TenantUse, totals: Totals) -> tuple[Term, Term]:
     """(space, time); who has no quota counts against the cluster, and is owed nothing of it."""
     quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
     base_mib = quota_mib if quota_mib > 0 else memory_mib
     whole = totals.window_ms * base_mib * totals.cluster_compute_milli * use.weight
-    space = Fraction(max(0, quota_mib) - use.held_memory_mib, base_mib)
-    return space, Fraction((use.integral - use.entitled) * memory_mib, whole)
+    space = max(0, quota_mib) - use.held_memory_mib, base_mib
+    return space, ((use.integral - use.entitled) * memory_mib, whole)
 
 
 def debt_first(policy: Policy, use: TenantUse, totals: Totals) -> int:
@@ -232,6 +235,7 @@ class Standings:
             max(1, snapshot.cluster_compute_milli),
             1000 * snapshot.settings.fairness.window_seconds,
         )
+        self._unit = policy.unit(self._totals)
 
     def turn(self, tenant: str) -> tuple[bool, int, str]:
         """Sort key: the tenant with the lowest goes first. Ties end in the name."""
@@ -239,25 +243,29 @@ class Standings:
         return use.is_last, -self._policy.rank(self._policy, use, self._totals), tenant
 
     def charge(self, tenant: str, use: Use) -> None:
-        self._held[tenant] = self.held(tenant).plus(use)
+        held = self._held.get(tenant)
+        self._held[tenant] = use if held is None else held.plus(use)
 
     def held(self, tenant: str) -> Use:
-        return self._held.get(tenant, Use())
+        return self._held.get(tenant, NO_USE)
 
     def headroom(self, tenant: str) -> Headroom:
-        return headroom(self._tenants[tenant], self.held(tenant))
+        record = self._tenants[tenant]
+        if record.limit_memory_mib is None and record.limit_compute_milli is None:
+            return NO_LIMIT
+        return headroom(record, self.held(tenant))
 
     def share(self, tenant: str) -> Share:
         use, totals = self._use(tenant), self._totals
         is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
         unit = self._policy.unit(totals)
-        space, time = (debt_first_terms if self._policy.owed_first else space_time_terms)(use, totals)
+        space, time = self._terms(use)
         return Share(
             tenant=record,
             held=held,
-            space=space if is_known else None,
-            time=time,
+            space=Fraction(*space) if is_known else None,
+            time=Fraction(*time),
             priority=Fraction(self._policy.rank(self._policy, use, totals), unit) if is_known else None,
             over_by_memory_mib=max(0, held.memory - record.quota_memory_mib),
             headroom=headroom(record, held),
@@ -265,27 +273,31 @@ class Standings:
 
     def chosen(self, tenant: str) -> Reason:
         """Why a job of this tenant is next, in millionths."""
-        share = self.share(tenant)
+        use, is_known = self._use(tenant), self._has_gpus
+        space, time = self._terms(use)
+        priority = self._policy.rank(self._policy, use, self._totals)
         numbers = {
-            "space_millionths": millionths(share.space or Fraction(0)),
-            "time_millionths": millionths(share.time),
-            "priority_millionths": millionths(share.priority or Fraction(0)),
+            "space_millionths": nearest_millionths(*space) if is_known else 0,
+            "time_millionths": nearest_millionths(*time),
+            "priority_millionths": nearest_millionths(priority, self._unit) if is_known else 0,
         }
         return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
 
     def tenants(self) -> Iterable[str]:
         return self._tenants
 
+    def _terms(self, use: TenantUse) -> tuple[Term, Term]:
+        return (debt_first_terms if self._policy.owed_first else space_time_terms)(use, self._totals)
+
     def _weight(self, tenant: Tenant) -> int:
         return 1 if self._all_last or tenant.weight <= 0 else tenant.weight
 
     def _use(self, name: str) -> TenantUse:
         tenant = self._tenants[name]
-        usage = self._snapshot.usage.get(name, Use())
         return TenantUse(
             tenant.quota_memory_mib,
-            self.held(name).memory,
-            usage.compute,
+            self._held.get(name, NO_USE).memory,
+            self._snapshot.usage.get(name, NO_USE).compute,
             self._weight(tenant),
             not self._all_last and tenant.weight <= 0,
             self._snapshot.entitled.get(name, 0),
@@ -332,5 +344,9 @@ def over_limit(tenant: Tenant, held: Use, need: Use) -> Reason:
 
 def millionths(share: Fraction) -> int:
     """Rounded to the nearest, halves to even; as `round(share * MILLION)`, for a third of its price."""
-    whole, rest = divmod(share.numerator * MILLION, share.denominator)
-    return whole + (2 * rest > share.denominator or (2 * rest == share.denominator and whole % 2))
+    return nearest_millionths(share.numerator, share.denominator)
+
+
+def nearest_millionths(numerator: int, denominator: int) -> int:
+    whole, rest = divmod(numerator * MILLION, denominator)
+    return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2))

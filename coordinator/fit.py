@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 
 from coordinator.nodes import NodeView, Piece, Row
 from coordinator.snapshot import TaskShape
-from coordinator.usage import Use
+from coordinator.usage import NO_USE, Use
 from coordinator.worth import Worth
 from vgpu import isolation
 from vgpu.inventory import Gpu
@@ -38,7 +38,7 @@ class Fit:
     isolations: tuple[str, ...]
     score: Score
     cost: int = 0
-    use: Use = Use()
+    use: Use = NO_USE
 
 
 def fit(task: TaskShape, row: Row, worth: Worth | None = None) -> Fit | ReasonCode:

@@ -14,10 +14,10 @@ from coordinator.fit import Fit, after
 from coordinator.nodes import Row
 from coordinator.placement import Draft, Spot
 from coordinator.snapshot import Shape, TaskShape
-from coordinator.usage import Headroom
+from coordinator.usage import NO_LIMIT, Headroom
 from vgpu.topology import Location, node_cost
 
-NO_LIMIT = Headroom()
+__all__ = ["NO_LIMIT", "communication_cost", "place"]
 
 # What is left to place: how many of each task of the shape.
 Left = tuple[int, ...]

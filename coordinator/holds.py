@@ -18,7 +18,7 @@ less busy.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -141,10 +141,16 @@ class Room:
         }
         return any(self._could_take(row, shape) for row in others.values())
 
-    @property
-    def refused(self) -> Container[Shape]:
-        """Shapes for which nobody has room any more."""
-        return self._refused[self.draft]
+    def fitting(self, shapes: Mapping[int, Shape]) -> int:
+        """Of these shapes, each by its bit, those that may find room in the whole draft; the others are refused."""
+        fits = self.draft.fitting(list(shapes.values()))
+        left = 0
+        for (bit, shape), is_fitting in zip(shapes.items(), fits, strict=True):
+            if is_fitting:
+                left |= bit
+            else:
+                self._refused[self.draft].add(shape)
+        return left
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""

@@ -11,7 +11,8 @@ that the compiled rules do not know (MIG instances, more than eight GPUs) are an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_not
 
 import numpy as np
@@ -20,7 +21,7 @@ from attrs import frozen
 from coordinator import kernels as k
 from coordinator.fit import Fit, after, use_of
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
-from coordinator.snapshot import Snapshot, TaskShape
+from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.tables import (
     BITS,
     MEMBERS,
@@ -44,7 +45,7 @@ from vgpu.topology import Location
 
 # Answers for a node of a build that the compiled rules do not know.
 Fallback = Callable[[str], Fit | ReasonCode]
-# More shapes than this are not remembered: what nobody asks for any more would fill the memory.
+# More shapes than this are forgotten between two cycles: what nobody asks for any more would fill the memory.
 _MOST_SHAPES = 2048
 
 
@@ -62,12 +63,15 @@ class Index:
 
     def __init__(self) -> None:
         self.worth: Worth | None = None
+        # Places of nodes that were read anew since somebody who keeps more about them took this set away.
+        self.reread: set[int] = set()
         self._snapshot: Snapshot | None = None
         self._logged = 0
         self._position: list[int] = []
         self._touched: set[int] = set()
         self._others: dict[str, Index] = {}
         self._python_rows: dict[int, Row] = {}
+        self._odd_nodes: set[int] = set()
         self._builds: dict[NodeBuild, int] = {}
         self._build_table = np.zeros((4, k.BUILD_WIDTH), np.int64)
         self._build_of: list[NodeBuild] = []
@@ -82,6 +86,8 @@ class Index:
     def sync(self, snapshot: Snapshot, rows: Mapping[str, Row] | None = None) -> None:
         """Takes over the nodes of a snapshot, with other rows for some of them, and its prices; whatever a draft did
         before is undone."""
+        if len(self._asked) > _MOST_SHAPES:
+            self._forget_shapes()
         if self._snapshot is None or not self._follow(snapshot):
             self._rebuild(snapshot)
         self._snapshot = snapshot
@@ -145,6 +151,7 @@ class Index:
         self._views = list(snapshot.nodes.values())
         self._touched.clear()
         self._python_rows.clear()
+        self._odd_nodes.clear()
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
         self._base = np.zeros_like(self._rows)  # as the snapshot has them
@@ -166,6 +173,7 @@ class Index:
         self._enter_row(number, self._encoded(number, view))
         self._base[number] = self._rows[number]
         self._python_rows.pop(number, None)
+        self.reread.add(number)
         for constraints, place in self._constraints.items():
             has = view.has_labels(constraints)
             if self._labels[place, number] != has:
@@ -177,6 +185,10 @@ class Index:
             self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
             self._rows[number] = row
             self._nodes.builds[number] = row[k.BUILD]
+            if row[k.BUILD] < 0:
+                self._odd_nodes.add(number)
+            else:
+                self._odd_nodes.discard(number)
             self._sums[number, k.SUM_IS_KNOWN] = 0
             self._change(number)
 
@@ -311,8 +323,6 @@ class Index:
         """The shape, from now on answered for all nodes."""
         known = self._asked.get((task, constraints))
         if known is None:
-            if len(self._asked) >= _MOST_SHAPES:
-                self._forget_shapes()
             known = self._asked[task, constraints] = self._enter(task, constraints)
         return known
 
@@ -320,7 +330,7 @@ class Index:
         """Answers anew for the nodes that changed."""
         if self._position[asked.number] != self._logged:
             self._stamp += 1
-            left = k.catch_up(*self._tables(asked))
+            left = k.catch_up(*self._tables(asked.number, self._position[asked.number]))
             self._fall_back(asked, left, fallback)
 
     def place(self, asked: _Asked, fallback: Fallback) -> tuple[str, Fit | None] | None:
@@ -329,7 +339,8 @@ class Index:
         self._stamp += 1
         nodes = self._nodes
         left, node, found = k.place(
-            *self._tables(asked), nodes.block_place, self._idle_in, nodes.name_order
+            *self._tables(asked.number, self._position[asked.number]),
+            nodes.block_place, self._idle_in, nodes.name_order,
         )  # fmt: skip
         self._fall_back(asked, left, fallback)
         if left:
@@ -338,13 +349,13 @@ class Index:
             return None
         return nodes.names[node], self._fit(asked, node, found)
 
-    def _tables(self, asked: _Asked) -> tuple[object, ...]:
-        """What `kernels.catch_up` wants."""
+    def _tables(self, number: int | Table, first: int | Table) -> tuple[object, ...]:
+        """What `kernels.catch_up` wants for a shape that has seen the log up to `first`."""
         return (
-            self._rows, self._sums, self._shapes, asked.number, self._build_table, self._compat, self._labels,
+            self._rows, self._sums, self._shapes, number, self._build_table, self._compat, self._labels,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
-            self._log, self._position[asked.number], self._logged, self._stamps, self._stamp, self._odd,
+            self._log, first, self._logged, self._stamps, self._stamp, self._odd,
         )  # fmt: skip
 
     def _fall_back(self, asked: _Asked, left: int, fallback: Fallback) -> None:
@@ -387,8 +398,35 @@ class Index:
         found = k.free_pieces(self._rows, asked.number, self._compat, self._keys)
         return found[0], found[1], found[2], found[3]
 
+    @property
+    def has_odd_nodes(self) -> bool:
+        return bool(self._odd_nodes)
+
     def odd_nodes(self) -> list[str]:
-        return [self._nodes.names[n] for n in np.flatnonzero(self._rows[:, k.BUILD] < 0).tolist()]
+        return [self._nodes.names[number] for number in sorted(self._odd_nodes)]
+
+    def fitting_shapes(self, shapes: Sequence[Shape]) -> list[bool]:
+        """For each shape whether all kinds of its tasks fit somewhere, in one call. There are no odd nodes."""
+        numbers_of = [self._numbers_of(shape) for shape in shapes]
+        numbers = [number for ours in numbers_of for number in ours]
+        fits = np.zeros(len(numbers), np.bool_)
+        if numbers:
+            first = np.array([self._position[number] for number in numbers], np.int64)
+            tables = self._tables(np.array(numbers, np.int64), first)
+            k.fit_somewhere(*tables, fits)
+            self._stamp += len(numbers)
+            for number in numbers:
+                self._position[number] = self._logged
+        ends = itertools.accumulate(len(ours) for ours in numbers_of)
+        found = fits.tolist()
+        return [all(found[end - len(ours) : end]) for ours, end in zip(numbers_of, ends, strict=True)]
+
+    def _numbers_of(self, shape: Shape) -> tuple[int, ...]:
+        known = self._shape_numbers.get(shape)
+        if known is None:
+            asked = (self.ask(task, shape.constraints) for task in shape.tasks if task.count)
+            known = self._shape_numbers[shape] = tuple(one.number for one in asked)
+        return known
 
     # --- the market, for the next prices ---
 
@@ -416,6 +454,7 @@ class Index:
 
     def _forget_shapes(self) -> None:
         self._asked: dict[tuple[TaskShape, Constraints], _Asked] = {}
+        self._shape_numbers: dict[Shape, tuple[int, ...]] = {}
         self._constraints: dict[Constraints, int] = {}
         self._position = []
         nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0

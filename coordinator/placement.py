@@ -67,6 +67,10 @@ class Draft:
             self._idle_in[view.location] += self.row(name).idle_gpus
         self._remoteness = remoteness(self.views.values(), snapshot.settings.topology)
 
+    @property
+    def index(self) -> Index | None:
+        return self._index
+
     def row(self, node: str) -> Row:
         if self._index is not None:
             return self._index.row(node)
@@ -121,6 +125,15 @@ class Draft:
                 search = IndexedSearch(self, self._index, task, constraints)
             self._searches[key] = search
         return search
+
+    def fitting(self, shapes: Sequence[Shape]) -> list[bool]:
+        """For each shape whether all kinds of its tasks fit somewhere; a gang may still not fit as a whole."""
+        if self._index is not None and not self._index.has_odd_nodes:
+            return self._index.fitting_shapes(shapes)
+        return [
+            all(self.search(task, shape.constraints).fits_somewhere for task in shape.tasks if task.count)
+            for shape in shapes
+        ]
 
     def take(self, spots: Iterable[Spot]) -> None:
         """From now on the tasks are there."""

@@ -8,15 +8,15 @@ whole line once its shape was refused; it never looks at all jobs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from attrs import frozen
 
 from coordinator.fit import matches_model
 from coordinator.model import Job
-from coordinator.nodes import NodeStatus
-from coordinator.snapshot import Lines, Shape, Snapshot, TaskShape
+from coordinator.snapshot import LineKey, Lines, Shape, Snapshot, TaskShape
 from coordinator.usage import Use
 from vgpu.inventory import Gpu
 
@@ -43,9 +43,8 @@ class Cards:
     """The kinds of GPU in the cluster, to say what a whole card is at least (FR-5: only real GPUs count)."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        builds = {view.row.build for view in snapshot.nodes.values() if view.status is not NodeStatus.LOST}
-        kinds = {gpu for build in builds for gpu in build.gpus if not gpu.unavailable}
-        self.kinds = sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.model))
+        self.kinds = snapshot.kinds
+        self.fronts = _fronts_kept()
         self._needs: dict[Shape, Needs] = {}
 
     def needs(self, shape: Shape) -> Needs:
@@ -90,63 +89,129 @@ def overdue(snapshot: Snapshot, tenant: str, max_wait_seconds: int) -> list[tupl
 
 def wanted(snapshot: Snapshot, cards: Cards) -> Mapping[str, Use]:
     """What the waiting jobs of each tenant would hold."""
-    return {tenant: _fronts(tenant, lines, cards).wanted for tenant, lines in snapshot.lines.items()}
+    return {tenant: cards.fronts.of(tenant, lines, cards).wanted for tenant, lines in snapshot.lines.items()}
 
 
+# More lines than this are dropped all at once.
+_DROPPED_ONE_BY_ONE = 4
 # A search for a job that may start beside a reservation looks at so many of a line.
 _SEARCH_DEPTH = 500
 
 Order = tuple[int, int, tuple[int, ...], int, str]
 
 
-# (order, shape, job, its line, its place in it). A job that goes ahead of its line comes without one.
-Entry = tuple[Order, Shape, Job, Sequence[Job], int]
+@frozen(eq=False)
+class Line:
+    """The waiting jobs of one tenant, one priority and one shape. `bit` stands for the shape in a set of shapes."""
+
+    shape: Shape
+    bit: int
+    needs: Needs
+    jobs: Sequence[Job]
+
+
+# (order, line, place of the job in it)
+Entry = tuple[Order, Line, int]
 
 
 @frozen(eq=False)
-class _Fronts:
-    """What is the same for all cycles while a tenant's lines stay as they are: their first jobs as a heap, what all of
-    them want, when the oldest came. `is_plain`: none of the first jobs was ever in a back-off."""
+class _Front:
+    """What is the same for all cycles while a tenant's lines stay as they are: the first jobs of all of them in order,
+    their shapes, what all of them want, when the oldest came. `is_plain`: none of the first jobs was ever in a
+    back-off."""
 
     lines: Lines
     kinds: Sequence[Gpu]
-    heap: Sequence[Entry]
+    by_key: dict[LineKey, Entry]
+    by_bit: dict[int, list[Entry]]
+    heap: list[Entry]
+    bits: int
     wanted: Use
     oldest_ms: int
     is_plain: bool
 
 
-# By tenant. A memo: what is looked up is compared with what it was made from.
-_FRONTS: dict[str, _Fronts] = {}
+class Fronts:
+    """A memo, kept from cycle to cycle: the fronts of the tenants, compared with what they were made from, and the
+    place of each shape in sets of bits. Several threads may plan, so a place is never given twice."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Front] = {}
+        self._places: dict[Shape, int] = {}
+        self._shapes: dict[int, Shape] = {}
+        self._next_place = itertools.count()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._places) > _MOST_SHAPES or len(self._known) > _MOST_TENANTS
+
+    def bit(self, shape: Shape) -> int:
+        place = self._places.get(shape)
+        if place is None:
+            place = self._places.setdefault(shape, next(self._next_place))
+            self._shapes[place] = shape
+        return 1 << place
+
+    def shapes(self, bits: int) -> dict[int, Shape]:
+        """Those of a set of bits, each by its own."""
+        found = {}
+        while bits:
+            lowest = bits & -bits
+            found[lowest] = self._shapes[lowest.bit_length() - 1]
+            bits ^= lowest
+        return found
+
+    def of(self, tenant: str, lines: Lines, cards: Cards) -> _Front:
+        """Lines that are as they were when last asked for cost a comparison each."""
+        known = self._known.get(tenant)
+        is_same = known is not None and known.kinds == cards.kinds
+        if known is not None and is_same and known.lines is lines:
+            return known
+        found = self._known[tenant] = self._made(lines, cards, known.by_key if known and is_same else {})
+        return found
+
+    def _made(self, lines: Lines, cards: Cards, old: Mapping[LineKey, Entry]) -> _Front:
+        by_key: dict[LineKey, Entry] = {}
+        by_bit: dict[int, list[Entry]] = {}
+        memory = compute = bits = 0
+        for key, jobs in lines.items():
+            entry = old.get(key)
+            if entry is None or entry[1].jobs is not jobs:
+                entry = _entry(Line(key.shape, self.bit(key.shape), cards.needs(key.shape), jobs), 0)
+            by_key[key] = entry
+            line = entry[1]
+            by_bit.setdefault(line.bit, []).append(entry)
+            bits |= line.bit
+            memory += line.needs.memory_mib * len(jobs)
+            compute += line.needs.compute_milli * len(jobs)
+        heap = sorted(by_key.values(), key=_order_of)
+        first = [line.jobs[0] for _, line, _ in heap]
+        oldest_ms = min([job.submitted_at_ms for job in first], default=0)
+        is_plain = not any(job.not_before_ms for job in first)
+        use = Use(compute, memory)
+        return _Front(lines, cards.kinds, by_key, by_bit, heap, bits, use, oldest_ms, is_plain)
+
+
 _MOST_TENANTS = 10_000
+_MOST_SHAPES = 20_000
+_FRONTS = [Fronts()]
 
 
-def _fronts(tenant: str, lines: Lines, cards: Cards) -> _Fronts:
-    known = _FRONTS.get(tenant)
-    if known is not None and known.lines is lines and known.kinds == cards.kinds:
-        return known
-    memory = compute = 0
-    heap = []
-    for key, line in lines.items():
-        needs = cards.needs(key.shape)
-        memory += needs.memory_mib * len(line)
-        compute += needs.compute_milli * len(line)
-        if line:
-            heap.append(_entry(key.shape, line, 0, cards))
-    heapq.heapify(heap)
-    first = [job for _, _, job, _, _ in heap]
-    if len(_FRONTS) >= _MOST_TENANTS:
-        _FRONTS.clear()
-    oldest_ms = min((job.submitted_at_ms for job in first), default=0)
-    is_plain = not any(job.not_before_ms for job in first)
-    _FRONTS[tenant] = _Fronts(lines, cards.kinds, tuple(heap), Use(compute, memory), oldest_ms, is_plain)
-    return _FRONTS[tenant]
+def _fronts_kept() -> Fronts:
+    """One that is full is left to those who still use it."""
+    if _FRONTS[0].is_full:
+        _FRONTS[0] = Fronts()
+    return _FRONTS[0]
 
 
-def _entry(shape: Shape, line: Sequence[Job], place: int, cards: Cards) -> Entry:
-    job = line[place]
-    order: Order = (-job.spec.priority, 1, cards.needs(shape).size, job.submitted_at_ms, job.id)
-    return order, shape, job, line, place
+def _order_of(entry: Entry) -> Order:
+    return entry[0]
+
+
+def _entry(line: Line, place: int) -> Entry:
+    job = line.jobs[place]
+    order: Order = (-job.spec.priority, 1, line.needs.size, job.submitted_at_ms, job.id)
+    return order, line, place
 
 
 class TenantQueue:
@@ -156,31 +221,39 @@ class TenantQueue:
     def __init__(self, snapshot: Snapshot, tenant: str, cards: Cards, max_wait_seconds: int) -> None:
         self._now_ms = snapshot.now_ms
         self._taken: set[str] = set()
-        self._needs = cards
         lines = snapshot.lines.get(tenant, {})
-        fronts = _fronts(tenant, lines, cards)
+        fronts = cards.fronts.of(tenant, lines, cards)
+        self._by_bit = fronts.by_bit
+        self._bits = fronts.bits
+        self._is_whole = fronts.is_plain  # what is left of the front can be made anew from it
         if fronts.is_plain:
-            self._heap = list(fronts.heap)
+            self._heap = fronts.heap.copy()
         else:
-            entries = (self._next(key.shape, line, 0) for key, line in lines.items())
+            entries = (self._next(line, 0) for _, line, _ in fronts.heap)
             self._heap = [entry for entry in entries if entry is not None]
             heapq.heapify(self._heap)
         if fronts.oldest_ms <= snapshot.now_ms - 1000 * max_wait_seconds:
+            self._is_whole = False
             for shape, job in overdue(snapshot, tenant, max_wait_seconds):
                 order: Order = (-job.spec.priority, 0, (), job.queued_at_ms, job.id)
-                heapq.heappush(self._heap, (order, shape, job, (), 0))
+                line = Line(shape, cards.fronts.bit(shape), cards.needs(shape), (job,))
+                heapq.heappush(self._heap, (order, line, 0))
 
-    def first(self, refused: Container[Shape] = ()) -> tuple[Shape, Job] | None:
-        """Lines of refused shapes are dropped on the way."""
+    def first(self, bits: int = -1) -> tuple[Line, Job] | None:
+        """Lines of shapes that are not among `bits` are dropped on the way."""
         heap = self._heap
         while heap:
-            _, shape, job, line, place = heap[0]
-            if shape in refused:
-                heapq.heappop(heap)
+            _, line, place = heap[0]
+            if not line.bit & bits:
+                if (self._bits & ~bits).bit_count() > _DROPPED_ONE_BY_ONE:
+                    heap = self._kept(bits)
+                else:
+                    heapq.heappop(heap)
                 continue
+            job = line.jobs[place]
             if job.id not in self._taken:
-                return shape, job
-            entry = self._next(shape, line, place + 1)
+                return line, job
+            entry = self._next(line, place + 1)
             if entry is None:
                 heapq.heappop(heap)
             else:
@@ -192,23 +265,40 @@ class TenantQueue:
 
     def refuse(self) -> None:
         """The line of the job at the front has no chance any more in this cycle."""
+        self._is_whole = False
         heapq.heappop(self._heap)
 
     def pass_over(self, may: Callable[[Job], bool]) -> None:
         """The job at the front may not start now; of its line only one that `may` has a chance."""
-        _, shape, _, line, place = heapq.heappop(self._heap)
-        for later in range(place + 1, min(len(line), place + 1 + _SEARCH_DEPTH)):
-            if may(line[later]) and self._is_left(line[later]):
-                heapq.heappush(self._heap, _entry(shape, line, later, self._needs))
+        self._is_whole = False
+        _, line, place = heapq.heappop(self._heap)
+        for later in range(place + 1, min(len(line.jobs), place + 1 + _SEARCH_DEPTH)):
+            if may(line.jobs[later]) and self._is_left(line.jobs[later]):
+                heapq.heappush(self._heap, _entry(line, later))
                 return
+
+    def _kept(self, bits: int) -> list[Entry]:
+        """What is left once all lines of other shapes are dropped, at the price of those that stay where that can be."""
+        self._bits &= bits
+        if self._is_whole:
+            self._heap = []
+            left = self._bits
+            while left:
+                lowest = left & -left
+                self._heap += self._by_bit[lowest]
+                left ^= lowest
+        else:
+            self._heap = [entry for entry in self._heap if entry[1].bit & bits]
+        heapq.heapify(self._heap)
+        return self._heap
 
     def _is_left(self, job: Job) -> bool:
         return job.not_before_ms <= self._now_ms and job.id not in self._taken
 
-    def _next(self, shape: Shape, line: Sequence[Job], place: int) -> Entry | None:
+    def _next(self, line: Line, place: int) -> Entry | None:
         """The first job of the line from `place` on that may be handed out."""
-        while place < len(line):
-            if self._is_left(line[place]):
-                return _entry(shape, line, place, self._needs)
+        while place < len(line.jobs):
+            if self._is_left(line.jobs[place]):
+                return _entry(line, place)
             place += 1
         return None

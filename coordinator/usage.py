@@ -50,7 +50,8 @@ class Headroom:
         return memory_ok and (self.compute_milli is None or use.compute <= self.compute_milli)
 
 
-_NOTHING = Use()
+NO_USE = Use()
+NO_LIMIT = Headroom()
 
 
 @define
@@ -125,7 +126,7 @@ class UsageLedger:
             account.fill(at_ms, account.booked_ms, rate.compute, rate.memory)
         account.compute += rate.compute
         account.memory += rate.memory
-        self._enter(account, tenant, at_ms, rate, _NOTHING)
+        self._enter(account, tenant, at_ms, rate, NO_USE)
 
     def past(self, hour: UsageHour) -> None:
         """What an earlier leader wrote. The caller adds nothing that it already covers."""
@@ -139,9 +140,9 @@ class UsageLedger:
         for number, use in enumerate(uses):
             start_ms = hour.hour_ms + number * BUCKET_MS
             span_ms = min(BUCKET_MS, hour.until_ms - start_ms)
-            if span_ms > 0 and use != _NOTHING:
+            if span_ms > 0 and use != NO_USE:
                 rate = Use(use.compute // span_ms, use.memory // span_ms)
-                self._enter(account, hour.tenant, start_ms, rate, _NOTHING)
+                self._enter(account, hour.tenant, start_ms, rate, NO_USE)
                 # What whole numbers leave over comes at the end, so that the bucket's sum stays exact.
                 rest = use.plus(rate, -span_ms)
                 self._enter(account, hour.tenant, start_ms + span_ms, Use().plus(rate, -1), rest)

@@ -50,9 +50,9 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
         if head is None:
             heapq.heappop(turns)
             continue
-        shape, job = head
+        line, job = head
         queues[tenant].take(job)
-        standings.charge(tenant, cards.needs(shape).use)
+        standings.charge(tenant, line.needs.use)
         heapq.heapreplace(turns, standings.turn(tenant))
         yield job
     resting = [job for job in snapshot.waiting if job.not_before_ms > snapshot.now_ms and job.id != first]
