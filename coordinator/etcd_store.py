@@ -125,7 +125,7 @@ class EtcdStore:
             seen[key] = key_value(kvs[0]) if kvs else None
         return TxnResult(False, answer.header.revision, seen)
 
-    def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
         return watch(self._connection, prefix, after_revision, self._patience)
 
     async def grant_lease(self, ttl_seconds: int) -> int:

@@ -56,7 +56,7 @@ def key_value(kv: pb.KeyValue) -> KeyValue:
 
 
 async def watch(
-    connection: EtcdConnection, prefix: str, after_revision: int, patience: Patience
+    connection: EtcdConnection, prefix: str, after_revision: int | None, patience: Patience
 ) -> AsyncGenerator[WatchBatch, None]:
     """`Store.watch`. A batch with `connected=False` says that the stream broke, one with True that it is back."""
     position = after_revision
@@ -66,13 +66,13 @@ async def watch(
             async with aclosing(_batches(connection, prefix, position, patience)) as batches:
                 async for batch in batches:
                     pause = FIRST_PAUSE_SECONDS
-                    if batch.changes or batch.revision > position or broken:
+                    if position is None or batch.changes or batch.revision > position or broken:
                         position, broken = batch.revision, False
                         yield batch
         except StoreUnavailable:
-            if connection.closed:
+            if connection.closed or position is None:
                 raise
-        if not broken:
+        if position is not None and not broken:
             broken = True
             yield WatchBatch(position, (), connected=False)
         await asyncio.sleep(pause)
@@ -80,21 +80,24 @@ async def watch(
 
 
 async def _batches(
-    connection: EtcdConnection, prefix: str, position: int, patience: Patience
+    connection: EtcdConnection, prefix: str, position: int | None, patience: Patience
 ) -> AsyncGenerator[WatchBatch, None]:
     """One stream. The first batch is empty and says that the watch stands. Raises `Compacted`, `StoreUnavailable`."""
     key = key_bytes(prefix)
     create = pb.WatchCreateRequest(
         key=key or b"\0",
         range_end=prefix_end(key),
-        start_revision=max(1, position),
+        start_revision=0 if position is None else max(1, position),
         progress_notify=True,
         fragment=True,
     )
     stream = await _Stream.open(connection, patience)
     try:
         opened = await stream.create(create)
-        if opened.header.revision < position:
+        if position is None:
+            # Nothing has to be looked through. etcd does that for all watches together, ten times a second.
+            position = opened.header.revision
+        elif opened.header.revision < position:
             await _check_not_restored(connection, position)
         yield WatchBatch(position, ())
         pending: list[Change] = []

@@ -1,11 +1,12 @@
 """A copy of everything under a prefix of the store, folded into a `Cluster` and kept up by one watch.
 
-    1. List all keys at one revision and fold them. Take a snapshot once: to the `Cluster` that ends the listing.
-    2. Watch from that revision on, and fold each batch as a whole: readers never see half a transaction.
-    3. Where the history that the watch needs was compacted away, list again and fold the difference to what is known,
+    1. Watch from now on.
+    2. List all keys at one revision and fold them. Take a snapshot once: to the `Cluster` that ends the listing.
+    3. Fold what the watch brings beyond that revision, each batch as a whole: readers never see half a transaction.
+    4. Where the history that the watch needs was compacted away, list again and fold the difference to what is known,
        deletions included. So nothing that went away in the gap stays, and the `Cluster` keeps what no record holds:
        since when it misses a node, and the exact ledger of use.
-    4. A store that has gone back in time (restored from a backup) is folded into a new `Cluster`.
+    5. A store that has gone back in time (restored from a backup) is folded into a new `Cluster`.
 
 Reads only. What cannot be reached is tried again for ever; meanwhile `connected` is False and readers see the past.
 """
@@ -23,7 +24,7 @@ from attrs import define, evolve, field, frozen
 
 from coordinator import records
 from coordinator.model import Event, RecordUnreadable
-from coordinator.store import Change, Compacted, KeyValue, Listing, Store, StoreError
+from coordinator.store import Change, Compacted, KeyValue, Listing, Store, StoreError, WatchBatch
 
 if TYPE_CHECKING:
     from coordinator.cluster import Cluster
@@ -178,16 +179,18 @@ class Replica:
         """Never returns; cancel it."""
         pause = FIRST_PAUSE_SECONDS
         while True:
-            batches = self._batches
+            before = self._batches
             try:
-                await self._list()
-                await self._follow()
+                async with aclosing(self._store.watch(self._prefix, None)) as batches:
+                    await anext(batches)  # from here on it misses nothing
+                    await self._list()
+                    await self._follow(batches)
             except Compacted as error:
                 log.info("replica revision=%d listing again: %s", self.revision, error)
             except StoreError as error:
                 log.warning("replica revision=%d store=%s", self.revision, error)
                 self._set_connected(False)
-            if self._batches > batches:
+            if self._batches > before:
                 pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
@@ -235,16 +238,17 @@ class Replica:
         decoded = await self._decoded(changes)
         self._take_in(decoded, first.revision)
 
-    async def _follow(self) -> None:
-        async with aclosing(self._store.watch(self._prefix, self.revision)) as batches:
-            async for batch in batches:
-                self._set_connected(batch.connected)
-                if not batch.connected:
-                    continue
-                self._heard()
-                self._batches += 1
-                if batch.changes or batch.revision > self.revision:
-                    self._take_in([(change, self._event(change)) for change in batch.changes], batch.revision)
+    async def _follow(self, batches: AsyncIterator[WatchBatch]) -> None:
+        """Some of the first of them may be in the listing already."""
+        async for batch in batches:
+            self._set_connected(batch.connected)
+            if not batch.connected:
+                continue
+            self._heard()
+            self._batches += 1
+            if batch.revision > self.revision:
+                news = [change for change in batch.changes if change.item.mod_revision > self.revision]
+                self._take_in([(change, self._event(change)) for change in news], batch.revision)
 
     async def _decoded(self, changes: Sequence[Change]) -> list[Decoded]:
         """Reading the records is most of the work; the loop gets its turns in between, and asks for the next piece."""

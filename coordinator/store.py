@@ -173,9 +173,13 @@ class Store(Protocol):
     async def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """Applies all writes if all compares hold. Never retried inside. No key may be written twice."""
 
-    def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
         """Every change under `prefix` with a revision greater than `after_revision`, for ever; resumes by itself
-        after a broken connection. Raises `Compacted`. Who leaves it early closes it (`contextlib.aclosing`)."""
+        after a broken connection. Raises `Compacted`. Who leaves it early closes it (`contextlib.aclosing`).
+
+        None: from now on. A first batch without changes tells since when; if it cannot be had, `StoreUnavailable` is
+        raised. Who takes that batch and then lists misses nothing, and need not wait until the past was looked through.
+        """
 
     async def grant_lease(self, ttl_seconds: int) -> int:
         """A new lease id."""
@@ -246,11 +250,13 @@ class MemoryStore:
         self._apply(writes)
         return TxnResult(True, self._revision)
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    async def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
         wakeup = asyncio.Event()
         self._wakeups.add(wakeup)
-        position = after_revision
+        position = self._revision if after_revision is None else after_revision
         try:
+            if after_revision is None:
+                yield WatchBatch(position, ())
             while True:
                 wakeup.clear()
                 self.expire_leases()

@@ -92,7 +92,7 @@ class FlakyStore:
     async def pages(self, prefix: str, *, keys_only: Sequence[str] = ()) -> AsyncGenerator[Listing, None]:
         yield without_values(await self.list(prefix), keys_only)
 
-    def watch(self, prefix: str, after_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, after_revision: int | None) -> AsyncIterator[WatchBatch]:
         return self.store.watch(prefix, after_revision)
 
     async def grant_lease(self, ttl_seconds: int) -> int:

@@ -135,6 +135,12 @@ async def test_a_frozen_etcd_is_noticed_and_nothing_is_lost(own_server: EtcdServ
             assert watcher.connected[-1]
 
 
+async def test_a_watch_from_now_on_says_at_once_that_it_cannot_begin() -> None:
+    async with store_at("127.0.0.1:1", timeout_seconds=0.5) as store:
+        with pytest.raises(StoreUnavailable):
+            await anext(store.watch("/now/", None))
+
+
 async def test_a_healthy_idle_watch_stays(etcd_server: EtcdServer) -> None:
     async with store_at(etcd_server.url) as store:
         start = await put(store, "/idle/0")

@@ -207,6 +207,21 @@ async def test_pages_of_nothing_tell_the_revision(store: Store, at: str) -> None
 # --- watches ---------------------------------------------------------------------------------------------------------
 
 
+async def test_a_watch_from_now_on_and_a_list_after_it_miss_nothing(store: Store, at: str) -> None:
+    await put(store, at + "before")
+    async with asyncio.timeout(10), aclosing(store.watch(at, None)) as batches:
+        first = await anext(batches)
+        listed_early = await put(store, at + "between")
+        listing = await store.list(at)
+        late = await put(store, at + "after")
+        seen: list[Change] = []
+        while not seen or seen[-1].item.mod_revision < late:
+            seen += (await anext(batches)).changes
+    assert first.changes == ()
+    assert first.revision < listed_early == listing.revision
+    assert [change.item.key.removeprefix(at) for change in seen] == ["between", "after"]
+
+
 async def test_a_watch_delivers_whole_revisions_in_order(store: Store, at: str) -> None:
     """Four revisions of 1 MB each: etcd cuts an answer of that size into fragments, inside of revisions too."""
     start = await put(store, at + "before")

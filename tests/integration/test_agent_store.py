@@ -24,7 +24,7 @@ class Replaceable(FlakyStore):
     """Once `store` is another one, the next change under a watch of the old one ends it, as etcd's client does when
     it comes back to a smaller revision."""
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    async def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
         old = self.store
         async with aclosing(old.watch(prefix, after_revision)) as batches:
             async for batch in batches:

@@ -239,8 +239,10 @@ class Client:
             lambda: self._server.execute(self._process, holder, compares, writes), fate, bool(writes)
         )
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        server = self._server
+    async def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
+        server, is_from_now = self._server, after_revision is None
+        if after_revision is None:
+            after_revision = await self._call(lambda: server.revision, self._fates.of_read(self._process))
         watch = Watch(server, self._process, prefix, after_revision, server.revision)
         server.watches.append(watch)
         first = server.between(prefix, after_revision, server.revision)
@@ -248,6 +250,8 @@ class Client:
         watch.pending_from = first[0].item.mod_revision if first else 0
         was_cut = False
         try:
+            if is_from_now:
+                yield WatchBatch(after_revision, ())
             while True:
                 if watch.is_cut and not was_cut:
                     was_cut = True

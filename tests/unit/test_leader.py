@@ -79,7 +79,7 @@ class Link:
             return await instead(compares, writes)
         return await self.store.txn(compares, writes)
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    async def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
         async with aclosing(self.store.watch(prefix, after_revision)) as batches:
             async for batch in batches:
                 if self.reads_are_frozen:

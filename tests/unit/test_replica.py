@@ -56,10 +56,12 @@ class Link(MemoryStore):
         self.listings += 1
         return await super().list(prefix, start_after=start_after, limit=limit)
 
-    async def watch(self, prefix: str, after_revision: int) -> AsyncGenerator[WatchBatch, None]:
+    async def watch(self, prefix: str, after_revision: int | None) -> AsyncGenerator[WatchBatch, None]:
+        if after_revision is None and not self._whole.is_set():
+            raise StoreUnavailable("cut")
         position = after_revision
         while True:
-            if self.revision < position:
+            if position is not None and self.revision < position:
                 raise Compacted(self.revision)
             async with aclosing(super().watch(prefix, position)) as batches:
                 async for batch in batches:
