@@ -68,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingInvalid, OSError, yaml.YAMLError, TypeError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 2
-    # Most objects here live long: the collector's defaults would walk all of them again and again.
-    gc.set_threshold(50_000, 50, 1_000)
     if options.role != "both":
+        hold_the_collector()
         load_compiled()
     role = {"both": _run_both, "api": _run_api, "scheduler": _run_scheduler}[options.role]
     with suppress(KeyboardInterrupt):
@@ -171,10 +170,16 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
-def _spare_the_collector() -> None:
-    """What was read at the start lives as long as the process: let it look only at what came later."""
-    gc.collect()
+def hold_the_collector() -> None:
+    """While a process loads and reads the store almost everything that it makes is to stay."""
+    gc.set_threshold(1_000_000, 50, 1_000)
+
+
+def spare_the_collector() -> None:
+    """What was read at the start lives as long as the process: let it look only at what came later. And most of that
+    lives long too: the collector's defaults would walk all of it again and again."""
     gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
 
 
 def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
@@ -202,7 +207,7 @@ async def _run_api(options: argparse.Namespace, settings: Settings) -> int:
         address = _address(host or "127.0.0.1", runner)
         await _first(replica.ready(), stop.wait(), following)
         _ready("api", address)
-        _spare_the_collector()
+        spare_the_collector()
         await _first(stop.wait(), following)
     finally:
         await runner.cleanup()
@@ -245,7 +250,7 @@ async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int
         async with listener(options.metrics_listen, metrics, replica) as metrics_address:
             await _first(replica.ready(), stop.wait(), following)
             _ready("scheduler", "", metrics=metrics_address)
-            _spare_the_collector()
+            spare_the_collector()
             leading = asyncio.create_task(_lead(options, settings, store, replica, engine, metrics))
             try:
                 await _first(stop.wait(), following, leading)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from coordinator.__main__ import clock_ms
+from coordinator.__main__ import clock_ms, hold_the_collector, spare_the_collector
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.engines.agent import AgentEngine
@@ -74,7 +73,7 @@ class FirstCommit(EtcdStore):
 async def lead(url: str, warm: bool) -> dict[str, float]:
     """Milliseconds to the first commit of a new leader, and where they went."""
     load_compiled()
-    gc.set_threshold(50_000, 50, 1_000)  # as the coordinator does
+    hold_the_collector()
     store = FirstCommit(EtcdSettings.from_url(url))
     settings = Settings()
     await store.get(LEADER)  # the connection itself is not what is measured
@@ -92,8 +91,7 @@ async def lead(url: str, warm: bool) -> dict[str, float]:
         standby = asyncio.create_task(rehearse(replica, settings, clock_ms, memo))
         await asyncio.sleep(1)
         standby.cancel()
-        gc.collect()
-        gc.freeze()
+    spare_the_collector()
     term = await campaign(store, settings, "bench", clock_ms)
     won_at = time.monotonic()
     leading = asyncio.create_task(
