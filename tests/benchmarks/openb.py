@@ -21,6 +21,8 @@ import numpy as np
 from attrs import frozen
 
 WHOLE = 1000
+# No card of the trace has its memory told; all are taken for alike.
+CARD_MIB = 80 * 1024
 TUNE = 1.3
 TRACES = (
     "default",
@@ -47,13 +49,20 @@ class Node:
 
 @frozen(cache_hash=True)
 class Pod:
-    """`milli` of each of `gpus` GPUs; `models` that are allowed, joined by "|", empty for any."""
+    """`milli` of each of `gpus` GPUs; `models` that are allowed, joined by "|", empty for any. `drawn_mib` is memory of
+    a GPU that does not go with compute (`openb_memory`)."""
 
     cpu_milli: int
     memory_mib: int
     milli: int
     gpus: int
     models: str = ""
+    drawn_mib: int | None = None
+
+    @property
+    def gpu_mib(self) -> int:
+        """Memory of each of its GPUs: in proportion to compute unless it was drawn."""
+        return CARD_MIB * self.milli // WHOLE if self.drawn_mib is None else self.drawn_mib
 
     @property
     def asked_milli(self) -> int:

@@ -1,40 +1,29 @@
 """`make bench-packing`: how much of a cluster is given out before jobs find no room, against published policies.
 
 The experiment is that of `tests.benchmarks.openb`; the published policies are `openb_policies`, ours is Serai's own
-placement: inventories and specs in, `gangs.place` on a draft with the index, prices learned by `Pricing`. `serai`
-knows the mix beforehand, as FGD does; `serai_learned` counts what has arrived.
+placement (`openb_serai`). `serai` knows the mix beforehand, as FGD does; `serai_learned` counts what has arrived.
 
     TRACES=default,cpu250  POLICIES=fgd,serai  SEEDS=5  TRACES_FOLDER=...
+
+MEMORY=independent (or some of small,uniform,large) does it in two dimensions instead, see `openb_memory`. The rows of
+both stand in one file, those of two dimensions with `memory`; a run of the one leaves those of the other alone.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-import numpy as np
-
-from coordinator import gangs
-from coordinator.cluster import Cluster
-from coordinator.config import Settings
-from coordinator.index import Index
-from coordinator.model import InventorySeen, ReportSeen
-from coordinator.placement import Draft
-from coordinator.prices import Pricing
-from coordinator.snapshot import Shape, TaskShape
-from coordinator.worth import Kind, kind_of
-from tests.benchmarks import openb, record
-from tests.benchmarks.openb import Figures, Node, Pod, Run
+from tests.benchmarks import openb, openb_memory, record
+from tests.benchmarks.openb import Figures
 from tests.benchmarks.openb_policies import POLICIES, fragmentation, placed_by
-from vgpu.inventory import Gpu, NodeInventory, NodeReport
-from vgpu.slices import SliceRequest
+from tests.benchmarks.openb_serai import placed_by_serai
 
 OURS = ("serai", "serai_learned")
 FIRST_SEED = 42
-CARD_MIB = 80 * 1024
 # Means of ten seeds as published (experiments/analysis/expected_results of the simulator), at 100 and 130 % arrived.
 PUBLISHED_100 = {
     "default": (86.30, 90.62, 91.65, 91.78, 92.86, 95.23),
@@ -57,96 +46,17 @@ PUBLISHED_100 = {
 }
 
 
-class Adapter:
-    """Pods as shapes and nodes as inventories. A pod that allows several models asks for a tag that stands in the
-    names of these models, since a request names one part of a model's name."""
-
-    def __init__(self, run: Run) -> None:
-        sets = sorted({pod.models for pod in (*run.originals, *run.pods) if pod.models})
-        self._tags = {models: f"<{n}>" for n, models in enumerate(sets)}
-        self._run = run
-
-    def shape(self, pod: Pod) -> Shape:
-        if not pod.gpus:
-            request = SliceRequest()
-        elif pod.milli == openb.WHOLE:
-            request = SliceRequest(pod.gpus, model=self._tag(pod))
-        else:
-            request = SliceRequest(pod.gpus, CARD_MIB * pod.milli // openb.WHOLE, pod.milli, self._tag(pod))
-        return Shape((TaskShape(1, request, pod.cpu_milli, pod.memory_mib),))
-
-    def mix(self) -> Counter[Kind]:
-        shapes = Counter(map(self.shape, self._run.originals))
-        mix: Counter[Kind] = Counter()
-        for shape, count in shapes.items():
-            mix[_kind(shape)] += count
-        return mix
-
-    def draft(self, index: Index) -> Draft:
-        cluster = Cluster(Settings())
-        for number, node in enumerate(self._run.nodes):
-            inventory = self._inventory(f"n{number:05}", node)
-            cluster.apply(InventorySeen(inventory), 0)
-            cluster.apply(ReportSeen(NodeReport(inventory.node, 1, 0, ())), 0)
-        return Draft(cluster.snapshot(0), index=index)
-
-    def _inventory(self, name: str, node: Node) -> NodeInventory:
-        model = node.model + "".join(
-            tag for models, tag in self._tags.items() if node.model in models.split("|")
-        )
-        gpus = tuple(
-            Gpu(f"{name}-{n}", n, model, CARD_MIB, CARD_MIB, ("/dev/null",)) for n in range(node.gpus)
-        )
-        isolations = ("exclusive", "mps", "timeslice")
-        return NodeInventory(
-            name, name, "1", gpus, (), node.cpu_milli, node.memory_mib, isolations=isolations
-        )
-
-    def _tag(self, pod: Pod) -> str:
-        return self._tags[pod.models] if pod.models else ""
-
-
-def _kind(shape: Shape) -> Kind:
-    return kind_of(shape.tasks[0].gpus, shape.tasks[0].cpu_milli)
-
-
-def placed_by_serai(run: Run, is_learned: bool, every: int = 50) -> tuple[list[bool], float]:
-    """As `openb_policies.placed_by`."""
-    adapter, index = Adapter(run), Index()
-    draft = adapter.draft(index)
-    mix: Counter[Kind] = Counter() if is_learned else adapter.mix()
-    pricing = Pricing(every, is_known=not is_learned)
-    shapes = {pod: adapter.shape(pod) for pod in set(run.pods)}
-    kinds = {pod: _kind(shape) for pod, shape in shapes.items()}
-    placed = []
-    for number, pod in enumerate(run.pods):
-        if pricing.is_due(number):
-            pricing.refresh(mix, number, index.market, CARD_MIB)
-            if pricing.worth is not draft.worth:
-                draft.reprice(pricing.worth)
-        spots = gangs.place(draft, shapes[pod], gangs.NO_LIMIT)
-        if spots is not None:
-            draft.take(spots)
-        placed.append(spots is not None)
-        if is_learned:
-            mix[kinds[pod]] += 1
-    rows = [draft.row(f"n{number:05}") for number in range(len(run.nodes))]
-    cpu = np.array([row.cpu_milli for row in rows], np.int64)
-    gpus = np.zeros((len(rows), 8), np.int64)
-    for number, row in enumerate(rows):
-        gpus[number, : len(row.pieces)] = [piece.compute_milli for piece in row.pieces]
-    return placed, fragmentation(run, cpu, gpus)
-
-
 def measured(trace: str, policy: str, seed: int) -> tuple[record.Row, Figures]:
     run = openb.run_of(trace, seed)
     start = time.perf_counter()
     if policy in OURS:
-        placed, left = placed_by_serai(run, is_learned=policy == "serai_learned")
+        placed, rest = placed_by_serai(run, is_learned=policy == "serai_learned")
+        seconds = time.perf_counter() - start
+        left = fragmentation(run, rest.cpu, rest.gpus)
     else:
         answer, left = placed_by(policy, run, seed)
         placed = answer.tolist()
-    seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
     found = openb.figures(run, placed)
     row: record.Row = {
         "trace": trace,
@@ -162,22 +72,48 @@ def measured(trace: str, policy: str, seed: int) -> tuple[record.Row, Figures]:
 
 
 def main() -> None:
-    traces = _option("TRACES", openb.TRACES)
     if openb.folder() is None:
         print(openb.WHERE)
-        traces = [openb.SAMPLE]
+    if os.environ.get("MEMORY"):
+        _in_two_dimensions()
+    else:
+        _in_one_dimension()
+
+
+def _in_one_dimension() -> None:
+    traces = _option("TRACES", openb.TRACES) if openb.folder() else [openb.SAMPLE]
     policies = _option("POLICIES", (*POLICIES, *OURS))
-    seeds = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("SEEDS") or 3))
     for policy in policies:
         measured(openb.SAMPLE, policy, 0)  # compiles, so that no run pays for it
+    others = [row for row in record.rows("packing") if "memory" in row]
     rows: list[record.Row] = []
     for trace in traces:
         for policy in policies:
-            rows += [measured(trace, policy, seed)[0] for seed in seeds]
+            rows += [measured(trace, policy, seed)[0] for seed in _seeds()]
         print(record.table(list(_means(rows, [trace])), _COLUMNS), flush=True)
-        record.write("packing", rows, record.machine("numpy", "numba"))
+        record.write("packing", [*rows, *others], record.machine("numpy", "numba"))
     for line in _gains(rows):
         print(line)
+
+
+def _in_two_dimensions() -> None:
+    named = _option("MEMORY", ())
+    memories = list(openb_memory.MEMORIES) if named == ["independent"] else named
+    traces = _option("TRACES", openb_memory.TRACES) if openb.folder() else [openb.SAMPLE]
+    policies = _option("POLICIES", openb_memory.POLICIES)
+    for policy in policies:
+        openb_memory.measured(openb.SAMPLE, "uniform", policy, 0)  # compiles, so that no run pays for it
+    others = [row for row in record.rows("packing") if "memory" not in row]
+    rows: list[record.Row] = []
+    for trace in traces:
+        for memory in memories:
+            found = [
+                openb_memory.measured(trace, memory, policy, seed) for policy in policies for seed in _seeds()
+            ]
+            rows += found
+            print(record.table(list(openb_memory.means(found)), openb_memory.COLUMNS))
+            print(*openb_memory.leads(found), sep="\n", flush=True)
+            record.write("packing", [*others, *rows], record.machine("numpy", "numba"))
 
 
 _COLUMNS = (
@@ -187,6 +123,10 @@ _COLUMNS = (
 
 def _option(name: str, default: Sequence[str]) -> list[str]:
     return [part for part in os.environ.get(name, "").split(",") if part] or list(default)
+
+
+def _seeds() -> range:
+    return range(FIRST_SEED, FIRST_SEED + int(os.environ.get("SEEDS") or 3))
 
 
 def _means(rows: Sequence[record.Row], traces: Sequence[str]) -> Iterator[record.Row]:

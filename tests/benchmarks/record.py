@@ -34,6 +34,12 @@ def write(name: str, rows: Sequence[Row], about: Mapping[str, Value]) -> Path:
     return path
 
 
+def rows(name: str) -> list[Row]:
+    """Those of the last run that wrote them, for a bench that makes its rows in parts."""
+    path = FOLDER / f"{name}.json"
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Plain text, a line for each row; what a row does not have stays blank."""
     cells = [[_shown(row.get(column)) for column in columns] for row in rows]

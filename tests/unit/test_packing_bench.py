@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.benchmarks import openb
+from tests.benchmarks import openb, openb_memory
 from tests.benchmarks.openb import Node, Pod, Run
 from tests.benchmarks.openb_policies import POLICIES, fragmentation, placed_by
-from tests.benchmarks.packing import Adapter, placed_by_serai
+from tests.benchmarks.openb_serai import Adapter, placed_by_serai
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +71,42 @@ def test_serai_packs_better_than_fgd(run):
         ours = openb.figures(run, placed)
         assert ours.allocated_100 > fgd.allocated_100 + 0.3, is_learned
         assert ours.allocated_130 > fgd.allocated_130 + 0.3, is_learned
+
+
+def test_memory_is_drawn_once_for_fractions_alone_and_independently_of_compute(run):
+    pods = openb_memory.with_memory(run.originals, "uniform", 1)
+    assert pods == openb_memory.with_memory(run.originals, "uniform", 1)
+    assert all(pod.drawn_mib is None for pod in pods if openb.size_of(pod) != "fraction")
+    parts = [pod for pod in pods if openb.size_of(pod) == "fraction"]
+    drawn = np.array([(pod.milli, pod.gpu_mib) for pod in parts]).T
+    assert len(set(drawn[1].tolist())) == 8
+    assert abs(np.corrcoef(drawn)[0, 1]) < 0.15
+    large = [pod.gpu_mib for pod in openb_memory.with_memory(run.originals, "large", 1) if pod.drawn_mib]
+    assert np.mean(large) > 1.2 * drawn[1].mean()
+
+
+def test_shares_of_two_dimensions_by_hand():
+    """Two GPUs. The first pod has half the compute and all memory of one, the second a whole one, the third finds no
+    room: 1.5 GPUs of compute, 2 of memory, and 2 by the larger share of each."""
+    pods = (
+        Pod(1, 1, 500, 1, drawn_mib=openb.CARD_MIB),
+        Pod(1, 1, 1000, 1),
+        Pod(1, 1, 500, 1, drawn_mib=1024),
+    )
+    run = Run((Node(9, 9, 2, "A"),), pods, (*pods, Pod(1, 1, 600, 1)))
+    found = openb_memory.figures(run, [True, True, False, False])
+    assert (found["compute_100"], found["memory_100"]) == (75.0, 100.0)
+    assert (found["sum_100"], found["scarcer_100"]) == (175.0, 100.0)
+    assert found["compute_130"] == 75.0
+
+
+def test_what_typical_pods_cannot_use_of_two_shares_by_hand():
+    """A GPU with 600 of compute and 200 of memory is of no use to a pod of 500 and 300: by the scarcer share 200 are
+    lost, by the mean of both 400."""
+    usual, shares = np.array([(1000, 500, 300, 1)]), np.array([1.0])
+    compute, memory = np.array([600, 1000, *[0] * 6]), np.array([200, 1000, *[0] * 6])
+    for policy, lost in (("fgd_scarcer", 200), ("fgd_sum", 400)):
+        number = openb_memory.POLICIES.index(policy)
+        assert openb_memory._frag.py_func(number, 1000, compute, memory, usual, shares) == lost
+        everything = lost + 1000
+        assert openb_memory._frag.py_func(number, 999, compute, memory, usual, shares) == everything
