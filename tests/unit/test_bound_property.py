@@ -1,7 +1,8 @@
 """With any mix, an entitled job that can fit an empty cluster starts within a bound that the test computes.
 
-Entitled: its tenant holds less than its share, so nothing of its own is in front. (Behind its tenant's own small jobs it
-is one of many, and goes first among them only after the bounded wait: `test_reservation` has that.)
+Entitled: its tenant holds less than its share, so nothing of its own is in front. Or its tenant is entitled, and keeps
+its share filled with small jobs of its own that never end to come: then the large one goes first among them after the
+bounded wait, and is owed at the tenant's share after twice that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.cycle import why_never
+from coordinator.fairness import STARVED_AFTER
 from tests.builders import GIB, World, job, node
 
 CARD = 80 * GIB
@@ -20,7 +22,9 @@ MINUTE = 60
 STEP = 10 * MINUTE
 MAX_WAIT = 2 * 3600
 LONGEST = 3600
+SMALL = ({"gpus": 1}, {"memory": 40 * GIB, "compute": 500}, {"memory": 10 * GIB, "compute": 100})
 SEEN: Counter[str] = Counter()
+NEEDED = ("reserved", "hold", "known", "waited", "flow went on", "behind its own", "starved", "alone")
 
 
 class Flow:
@@ -55,13 +59,19 @@ class Flow:
             )
         )
 
-    def step(self) -> None:
-        """Ten minutes: what is over ends, the queue is filled up, and a cycle runs."""
+    def waiting(self, tenant: str) -> int:
+        return sum(job.tenant == tenant for job in self.w.cluster.waiting_jobs.values())
+
+    def step(self, own: str = "") -> None:
+        """Ten minutes: what is over ends, the queue is filled up, and a cycle runs. The tenant `own` always has small
+        jobs waiting."""
         for id in [id for id, end in self.ends.items() if end <= self.w.now]:
             del self.ends[id]
             self.w.end(id)
-        while len(self.w.cluster.waiting_jobs) < 10:
+        while self.tenants and len(self.w.cluster.waiting_jobs) < 10:
             self.submit(self.random.choice(self.tenants), **self.random_size())
+        while own and self.waiting(own) < 4:
+            self.submit(own, **self.random.choice(SMALL))
         for id in self.w.cycle():
             self.ends[id] = self.w.now + self.durations[id]
         self.w.now += STEP
@@ -94,6 +104,33 @@ def test_an_entitled_job_starts_within_a_bound_property(seed: int, tenants: str)
     SEEN["flow went on"] += flow.count > others_before
 
 
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["", "a", "ab"]))
+def test_an_entitled_job_starts_within_a_bound_behind_its_tenants_own_small_jobs_property(
+    seed: int, others: str
+):
+    """QF-3: its tenant's small jobs hold the tenant's share when it comes, and go on coming. Twice the bounded wait until
+    it is owed though they hold the share; what they hold beyond it ends; then it has its turn, as in the property above."""
+    random = Random(seed)
+    flow = Flow(random, others)
+    flow.w.tenant("t", random.choice((1, 2, 8)) * CARD)
+    for _ in range(12):
+        flow.step(own="t")
+    size = random.choice(({"gpus": 4}, {"gpus": 4, "count": 2}, {"gpus": 3}, {"gpus": 1, "count": 8}))
+    assert "t" in {job.tenant for job in flow.w.cluster.live_jobs.values()}
+    target = flow.submit("t", **size)
+    bound = STARVED_AFTER * MAX_WAIT + LONGEST + (len(others) + 1) * (MAX_WAIT + LONGEST)
+    submitted, passed = flow.w.now, 0
+    while target in flow.w.cluster.waiting_jobs:
+        assert flow.w.now - submitted <= bound, f"waited {flow.w.now - submitted} of at most {bound} s"
+        before = set(flow.w.cluster.live_jobs)
+        flow.step(own="t")
+        passed += sum(id.startswith("t") for id in flow.w.cluster.live_jobs.keys() - before)
+    SEEN["behind its own"] += passed > 1
+    SEEN["starved"] += flow.w.now - submitted > STARVED_AFTER * MAX_WAIT
+    SEEN["alone"] += not others
+
+
 def test_the_property_above_was_not_vacuous():
     if SEEN:
-        assert all(SEEN[name] > 0 for name in ("reserved", "hold", "known", "waited", "flow went on")), SEEN
+        assert all(SEEN[name] > 0 for name in NEEDED), SEEN
