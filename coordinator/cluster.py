@@ -156,13 +156,13 @@ class Cluster:
 
     def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
         job = event.job
-        if event.revision < self._revisions.now.get(job.id, 0):
+        known = self._revisions.now.get(job.id)
+        if known is not None and event.revision < known:
             return
-        if job.id not in self._revisions.now and not job.state.is_final and not self._is_listing:
+        if known is None and not job.state.is_final and not self._is_listing:
             self.mix.add(job.spec)
         self._revisions[job.id] = event.revision
-        for folder in ("queue", "jobs", "done"):
-            self._machines.readable((folder, job.id))
+        self._machines.job_readable(job.id)
         before = self._jobs.now.get(job.id)
         if before is not None and job.allocation == before.allocation:
             # It holds what it held: nothing is charged twice.
@@ -172,7 +172,8 @@ class Cluster:
             self._machines.hold(job)
             self._look_at(job)
             return
-        self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
+        if known is not None:
+            self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
         if job.state.is_final:
             self._note_withdrawal(job)
             if self._keep_done:

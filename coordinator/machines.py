@@ -158,6 +158,12 @@ class Machines:
         self._machine(node).grants.discard((job, attempt))
         self.readable(("grants", f"{node}/{job}.{attempt}"))
 
+    def job_readable(self, job: str) -> None:
+        """Its record stands where it belongs, so that what stood elsewhere under its name says nothing any more."""
+        if self._unreadable:
+            for folder in ("queue", "jobs", "done"):
+                self.readable((folder, job))
+
     def readable(self, record: RecordId) -> None:
         """The record can be read again, or is gone: the nodes that it closed open."""
         if record in self._unreadable:

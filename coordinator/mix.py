@@ -28,6 +28,7 @@ class JobMix:
 
     def __init__(self) -> None:
         self.counts: Counter[Kind] = Counter()
+        self._total = 0
         self.seen = 0
         self.until_ms = 0
         self.written = 0
@@ -51,7 +52,7 @@ class JobMix:
     def is_due(self) -> bool:
         """Whether enough is new to write it."""
         new = self.seen - self.written
-        return new > 0 and _NEW_PART * new >= self.counts.total()
+        return new > 0 and _NEW_PART * new >= self._total
 
     def record(self, now_ms: int) -> Mix:
         lines = (
@@ -62,19 +63,21 @@ class JobMix:
 
     def _count(self, kind: Kind, tasks: int) -> None:
         if tasks > 0 and _is_possible(kind):
-            self.counts[kind] += min(tasks, MOST_TASKS)
+            counted = min(tasks, MOST_TASKS)
+            self.counts[kind] += counted
+            self._total += counted
             self.seen += tasks
 
     def _fade(self) -> None:
         """What is left over by one kind goes to the next one of its size, so that rare kinds lose together what they
         should, and not each of them everything."""
-        while self.counts.total() > MOST_TASKS or len(self.counts) > MOST_KINDS:
+        while self._total > MOST_TASKS or len(self.counts) > MOST_KINDS:
             rest, halved = 0, Counter[Kind]()
             for kind in sorted(self.counts, key=_size):
                 half, rest = divmod(self.counts[kind] + rest, 2)
                 if half:
                     halved[kind] = half
-            self.counts = halved
+            self.counts, self._total = halved, halved.total()
 
 
 def _is_possible(kind: Kind) -> bool:

@@ -318,7 +318,7 @@ def _gpu_views(facts: NodeFacts, uses: Sequence[Use]) -> tuple[GpuView, ...]:
 
 
 def _piece(view: GpuView) -> Piece:
-    sharing = tuple(sorted({holding.piece.isolation for holding in view.holdings}))
+    sharing = tuple(sorted({holding.piece.isolation for holding in view.holdings})) if view.holdings else ()
     return Piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
 
 
@@ -334,8 +334,10 @@ def _gpu_view(
     closed = _why_closed(gpu, reports, held, claimed_twice)
     if closed is None and is_unknown:
         closed = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.uuid,), detail="a process of unknown size")
-    used_mib = sum(holding.piece.memory_mib for holding in holdings) + foreign_mib
-    used_milli = sum(holding.piece.compute_milli for holding in holdings)
+    used_mib, used_milli = foreign_mib, 0
+    for holding in holdings:
+        used_mib += holding.piece.memory_mib
+        used_milli += holding.piece.compute_milli
     return GpuView(
         gpu=gpu,
         memory_free_mib=0 if closed else max(0, gpu.memory_mib - used_mib),
@@ -358,7 +360,7 @@ def _why_closed(
     if gpu.uuid in claimed_twice:
         return Reason(ReasonCode.GPU_CLAIMED_TWICE, subjects=(gpu.uuid,))
     # A fault of a card is one of each MIG instance on it.
-    for uuid in {gpu.uuid, gpu.card}:
+    for uuid in {gpu.uuid, gpu.card} if reports else ():
         if uuid in reports and reports[uuid].fault:
             return Reason(ReasonCode.GPU_UNHEALTHY, subjects=(gpu.uuid,), detail=reports[uuid].fault)
     if gpu.uuid in held:

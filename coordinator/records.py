@@ -27,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
+from functools import cache
 from random import Random
 from typing import TypeVar
 
@@ -159,9 +160,14 @@ def encode(record: object) -> bytes:
 def decode(kind: type[R], value: bytes) -> R:
     """Strict about types, lenient about unknown fields. Raises `Unreadable`."""
     try:
-        return msgspec.json.decode(value, type=kind)
+        return _decoder(kind).decode(value)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise Unreadable(f"not a {kind.__name__}: {error}") from error
+
+
+@cache
+def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
+    return msgspec.json.Decoder(kind)
 
 
 def readable(kind: type[R], items: Iterable[KeyValue]) -> Iterator[tuple[str, R]]:

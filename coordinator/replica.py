@@ -296,7 +296,7 @@ class Replica:
 
 
 def _is_valueless(key: str) -> bool:
-    return key.startswith(records.DONE) or (key.startswith(records.NODES) and key.endswith("/report"))
+    return key.startswith(records.DONE) or (key.endswith("/report") and key.startswith(records.NODES))
 
 
 def _call(listener: Callable[..., None], *arguments: object) -> None:
