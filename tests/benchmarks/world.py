@@ -129,7 +129,7 @@ async def world(nodes: int, members: int = 1, options: Sequence[str] = ()) -> As
     build = Path("build/bench")
     build.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="e2e-", dir=build))
-    servers = await asyncio.to_thread(make_members, folder, members, *options)
+    servers = await asyncio.to_thread(make_members, folder, members, *options, on_disk=True)
     here = World(folder, servers, nodes)
     try:
         yield here

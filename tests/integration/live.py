@@ -137,7 +137,10 @@ class LiveCluster:
             raise AssertionError(f"did not come true in {seconds} s\n{self.logs()}") from None
 
     def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{part.last_lines(25)}" for name, part in self.parts.items())
+        ends = {name: part.last_lines(25) for name, part in self.parts.items()} | {
+            "etcd": self.etcd.last_lines(15)
+        }
+        return "\n".join(f"--- {name}\n{end}" for name, end in ends.items())
 
     async def check(self) -> None:
         """The invariants of the design, on what stands in etcd now."""

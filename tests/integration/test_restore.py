@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import subprocess
 import sys
@@ -52,7 +51,7 @@ async def test_etcd_is_lost_and_restored_while_jobs_run(tmp_path: Path) -> None:
 
         live.kill("c1", signal.SIGKILL)
         await asyncio.to_thread(live.etcd.kill)
-        shutil.rmtree(live.etcd.folder / "data")
+        live.etcd.forget()
         await asyncio.to_thread(live.etcd.start)
         await asyncio.to_thread(_serai, live, "restore", file)
         await live.start_coordinator("c2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import time
 import urllib.request
 from contextlib import AsyncExitStack
@@ -33,6 +32,9 @@ class Members:
         for member in self.members:
             member.stop()
 
+    def last_lines(self, count: int) -> str:
+        return "\n".join(member.last_lines(count) for member in self.members)
+
     def leader(self) -> EtcdServer:
         for member in self.members:
             line = member.etcdctl("endpoint", "status").stdout
@@ -59,7 +61,7 @@ class Members:
         listed = other.etcdctl("member", "list").stdout
         (id,) = re.findall(rf"^(\w+), \w+, {lost.name},", listed, re.MULTILINE)
         other.etcdctl("member", "remove", id)
-        shutil.rmtree(lost.folder / "data")
+        lost.forget()
         deadline = time.monotonic() + 40
         add = ("member", "add", lost.name, "--peer-urls", lost.peer_url)
         while (said := other.etcdctl(*add, check=False)).returncode:  # until all have been seen up for 5 s
