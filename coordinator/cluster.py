@@ -111,7 +111,7 @@ class Cluster:
 
     def snapshot(self, now_ms: int) -> Snapshot:
         self._end_listing()
-        nodes, lost_jobs, node_due_ms = self._machines.views(now_ms)
+        node_log, lost_jobs, node_due_ms = self._machines.views(now_ms)
         next_due_ms = self._next_due(now_ms)
         self._share(now_ms)
         return Snapshot(
@@ -123,7 +123,8 @@ class Cluster:
             kinds=self._machines.kinds,
             now_ms=now_ms,
             settings=self._settings,
-            nodes=nodes,
+            nodes=node_log.views,
+            node_log=node_log,
             jobs=self._jobs.lend(),
             waiting_jobs=self._waiting.lend(),
             lines=self._lines.lend(),

@@ -7,35 +7,31 @@ record of the node (DA-6).
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable
+from operator import attrgetter
 from types import MappingProxyType
 
 from attrs import define, field
 
 from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskState
-from coordinator.nodes import (
-    NodeBuild,
-    NodeFacts,
-    NodeStatus,
-    NodeView,
-    Use,
-    build_of,
-    view_node,
-    with_report,
-)
+from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Use, ViewLog, build_of
 from coordinator.snapshot import ClusterSettings
+from coordinator.views import NodeFacts, view_node, with_report, with_uses
 from vgpu.inventory import Gpu, NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
+# The log of changed views begins anew once it is longer than this, for each node.
+_LOG_PER_NODE = 8
 
 
 @define
 class _Machine:
     """`missing_since_ms` counts from when this coordinator first saw no report: a new leader gives every node its
-    full grace (LE-3)."""
+    full grace (LE-3). `uses` are those of `jobs`, in their order."""
 
     name: str
     inventory: NodeInventory | None = None
@@ -46,6 +42,18 @@ class _Machine:
     jobs: dict[str, Job] = field(factory=dict)
     grants: set[tuple[str, int]] = field(factory=set)
     released: dict[str, int] = field(factory=dict)
+    uses: list[Use] = field(factory=list)
+
+    def hold(self, job: Job) -> None:
+        self.free(job.id)
+        self.jobs[job.id] = job
+        for placement in job.allocation.tasks if job.allocation else ():
+            if placement.node == self.name:
+                insort(self.uses, Use(job, placement), key=attrgetter("order"))
+
+    def free(self, job: str) -> None:
+        if self.jobs.pop(job, None) is not None:
+            self.uses = [use for use in self.uses if use.job.id != job]
 
     @property
     def is_forgotten(self) -> bool:
@@ -59,9 +67,13 @@ class Machines:
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
         self._machines: dict[str, _Machine] = {}
-        self._stale: set[str] = set()
-        self._renewed: set[str] = set()  # their views only lack the figures of the newest report
+        self._silent: dict[str, _Machine] = {}
+        # Nodes whose views must be derived anew; of those with a set, only the jobs on these GPUs changed, or time.
+        self._stale: dict[str, set[str] | None] = {}
+        self._renewed: dict[str, None] = {}  # their views only lack the figures of the newest report
         self._views: dict[str, NodeView] = {}
+        self._changed_views: list[str] = []
+        self._log = ViewLog(MappingProxyType(self._views), self._changed_views, 0)
         self._claims: dict[str, set[str]] = {}
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
@@ -76,30 +88,25 @@ class Machines:
     def unreadable_keys(self) -> tuple[str, ...]:
         return tuple(sorted(key for key, _ in self._unreadable.values()))
 
-    def views(self, now_ms: int) -> tuple[Mapping[str, NodeView], frozenset[str], int | None]:
+    def views(self, now_ms: int) -> tuple[ViewLog, frozenset[str], int | None]:
         """All nodes, the live jobs on nodes that are given up, and when time alone next changes a node."""
         lost_ms = 1000 * self._settings.lost_seconds
-        silent = [m for m in self._machines.values() if m.report is None]
-        for machine in silent:
-            if machine.missing_since_ms is None:
-                machine.missing_since_ms = now_ms
-        self._mark_silent(silent, now_ms, lost_ms)
+        self._mark_silent(now_ms, lost_ms)
         if self._stale or self._renewed:
             self._views = dict(self._views)
-            for name in self._renewed - self._stale:
-                self._views[name] = with_report(self._views[name], self._machines[name].report)
-            for name in self._stale:
-                before = self._views.get(name)
-                self._view(name, now_ms, lost_ms)
-                self._recount(before, self._views.get(name))
-            self._stale, self._renewed = set(), set()
-            if self._are_kinds_stale:
-                self._note_kinds()
-        silent = [m for m in silent if m.name in self._views]
-        lost = [m for m in silent if self._views[m.name].status is NodeStatus.LOST]
-        lost_jobs = frozenset(id for machine in lost for id in machine.jobs)
-        due = [(m.missing_since_ms or 0) + lost_ms for m in silent]
-        return MappingProxyType(self._views), lost_jobs, min((at for at in due if at > now_ms), default=None)
+            for name in self._renewed:
+                if self._stale.get(name, ()) is not None:
+                    self._put(name, with_report(self._views[name], self._machines[name].report))
+            for name, touched in self._stale.items():
+                self._put(name, self._view(name, touched, now_ms, lost_ms))
+            self._stale, self._renewed = {}, {}
+            self._end_change()
+        silent = [(machine, self._views[name].status) for name, machine in self._silent.items()]
+        lost_jobs = frozenset(
+            id for machine, status in silent if status is NodeStatus.LOST for id in machine.jobs
+        )
+        due = [(machine.missing_since_ms or 0) + lost_ms for machine, _ in silent]
+        return self._log, lost_jobs, min((at for at in due if at > now_ms), default=None)
 
     def renew_grace(self, now_ms: int) -> None:
         """Silence counts anew from now: what a standby saw before it led may have been its own deafness (LE-3)."""
@@ -107,7 +114,7 @@ class Machines:
         for machine in self._machines.values():
             if machine.missing_since_ms is not None:
                 machine.missing_since_ms = now_ms
-                self._stale.add(machine.name)
+                self._stale[machine.name] = None
 
     def inventory_of(self, node: str) -> NodeInventory | None:
         machine = self._machines.get(node)
@@ -126,6 +133,7 @@ class Machines:
             machine = self._machine(event.node)
             machine.report = None
             machine.missing_since_ms = now_ms
+            self._silent[event.node] = machine
         elif isinstance(event, model.AdminSeen):
             self._machine(event.admin.node).admin = event.admin
         elif isinstance(event, model.AdminGone):
@@ -136,12 +144,26 @@ class Machines:
             self.readable(_record_id(event.key))
 
     def hold(self, job: Job) -> None:
-        for node in job.allocation.nodes if job.allocation else ():
-            self._machine(node).jobs[job.id] = job
+        for machine in self._touched(job):
+            machine.hold(job)
 
     def free(self, job: Job) -> None:
-        for node in job.allocation.nodes if job.allocation else ():
-            self._machine(node).jobs.pop(job.id, None)
+        for machine in self._touched(job):
+            machine.free(job.id)
+
+    def _touched(self, job: Job) -> list[_Machine]:
+        """The nodes of a job that comes or goes."""
+        placed = job.allocation.tasks if job.allocation else ()
+        gpus = {piece.gpu for placement in placed for piece in placement.slices}
+        names = {placement.node: None for placement in placed}
+        for name in names:
+            if name not in self._machines:
+                self._machine(name)
+                continue
+            known = self._stale.setdefault(name, gpus)
+            if known is not None and known is not gpus:
+                self._stale[name] = known | gpus
+        return [self._machines[name] for name in names]
 
     def task_seen(self, task: Task, now_ms: int) -> None:
         """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""
@@ -151,11 +173,17 @@ class Machines:
             self.news += 1
 
     def grant_seen(self, node: str, job: str, attempt: int) -> None:
-        self._machine(node).grants.add((job, attempt))
+        if node not in self._machines or self._unreadable:
+            self._machine(node)
+        self._machines[node].grants.add((job, attempt))
         self.readable(("grants", f"{node}/{job}.{attempt}"))
 
     def grant_gone(self, node: str, job: str, attempt: int) -> None:
-        self._machine(node).grants.discard((job, attempt))
+        machine = self._machines.get(node)
+        if machine is not None:
+            machine.grants.discard((job, attempt))
+            if self._unreadable or machine.is_forgotten:
+                self._stale[node] = None
         self.readable(("grants", f"{node}/{job}.{attempt}"))
 
     def job_readable(self, job: str) -> None:
@@ -169,13 +197,20 @@ class Machines:
         if record in self._unreadable:
             self.news += 1
             _, nodes = self._unreadable.pop(record)
-            self._stale.update(nodes, self._granted(record))
+            self._mark(nodes | self._granted(record))
+
+    def _mark(self, names: Iterable[str]) -> None:
+        """Their views are stale, if they are still known."""
+        for name in names:
+            if name in self._machines:
+                self._stale[name] = None
 
     def _machine(self, name: str) -> _Machine:
-        self._stale.add(name)
-        if name not in self._machines:
-            self._machines[name] = _Machine(name)
-        return self._machines[name]
+        self._stale[name] = None
+        machine = self._machines.get(name)
+        if machine is None:
+            machine = self._machines[name] = self._silent[name] = _Machine(name)
+        return machine
 
     def _inventory(self, node: str, inventory: NodeInventory | None, now_ms: int) -> None:
         machine = self._machine(node)
@@ -183,10 +218,10 @@ class Machines:
         after = {gpu.uuid for gpu in inventory.gpus} if inventory else set()
         for uuid in before - after:
             self._claims[uuid].discard(node)
-            self._stale |= self._claims[uuid]
+            self._mark(self._claims[uuid])
         for uuid in after - before:
             self._claims.setdefault(uuid, set()).add(node)
-            self._stale |= self._claims[uuid]
+            self._mark(self._claims[uuid])
         machine.inventory = inventory
         machine.build = NodeBuild()
         if inventory is not None:
@@ -200,12 +235,14 @@ class Machines:
         if machine is None or before is None or machine.released or _decides(before) != _decides(report):
             machine = self._machine(report.node)
             self.news += 1
+            if before is None:
+                self._mark_claims(machine)
         else:
-            self._renewed.add(
-                report.node
-            )  # most reports only bring newer figures, and no cycle is run for them
+            # Most reports only bring newer figures, and no cycle is run for them.
+            self._renewed[report.node] = None
         machine.report = report
         machine.missing_since_ms = None
+        self._silent.pop(report.node, None)
         machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}
 
     def _record_unreadable(self, event: model.RecordUnreadable) -> None:
@@ -238,17 +275,47 @@ class Machines:
             )
         )
 
-    def _mark_silent(self, silent: list[_Machine], now_ms: int, lost_ms: int) -> None:
+    def _mark_silent(self, now_ms: int, lost_ms: int) -> None:
         """Views of silent nodes age; when one is given up, its claim on GPUs ends too (ID-2)."""
-        for machine in silent:
-            self._stale.add(machine.name)
-            view = self._views.get(machine.name)
-            is_lost = now_ms - (machine.missing_since_ms or 0) >= lost_ms
-            if is_lost and view is not None and view.status is not NodeStatus.LOST:
+        for name, machine in self._silent.items():
+            if machine.missing_since_ms is None:
+                machine.missing_since_ms = now_ms
+            silent_ms = max(0, now_ms - machine.missing_since_ms)
+            is_lost = silent_ms >= lost_ms
+            view = self._views.get(name)
+            was_lost = view is not None and view.status is NodeStatus.LOST
+            if is_lost and view is not None and not was_lost:
                 self.news += 1
-            if machine.inventory is not None and is_lost != (view and view.status is NodeStatus.LOST):
-                for gpu in machine.inventory.gpus:
-                    self._stale |= self._claims[gpu.uuid]
+            if view is None or is_lost != was_lost:
+                self._mark_claims(machine)
+            reason = view.status_reason if view is not None else None
+            if (
+                reason is None
+                or reason.numbers.get("silent_seconds") != silent_ms // 1000
+                or is_lost != was_lost
+            ):
+                self._stale.setdefault(name, set())
+
+    def _mark_claims(self, machine: _Machine) -> None:
+        """Whether the node is given up decides about its GPUs on all nodes that claim them."""
+        for gpu in machine.inventory.gpus if machine.inventory else ():
+            self._mark(self._claims[gpu.uuid])
+
+    def _put(self, name: str, view: NodeView | None) -> None:
+        before = self._views.get(name)
+        if view is not None:
+            self._views[name] = view
+        elif before is not None:
+            del self._views[name]
+        self._recount(before, view)
+        self._changed_views.append(name)
+
+    def _end_change(self) -> None:
+        if self._are_kinds_stale:
+            self._note_kinds()
+        if len(self._changed_views) > _LOG_PER_NODE * (len(self._views) + 100):
+            self._changed_views = []
+        self._log = ViewLog(MappingProxyType(self._views), self._changed_views, len(self._changed_views))
 
     def _recount(self, before: NodeView | None, after: NodeView | None) -> None:
         was_here = before is not None and before.status is not NodeStatus.LOST
@@ -276,19 +343,14 @@ class Machines:
             sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.model, gpu.compute_milli, gpu.mig_profile))
         )
 
-    def _view(self, name: str, now_ms: int, lost_ms: int) -> None:
-        machine = self._machines[name]
+    def _view(self, name: str, touched: Collection[str] | None, now_ms: int, lost_ms: int) -> NodeView | None:
+        machine, before = self._machines[name], self._views.get(name)
         if machine.is_forgotten:
             del self._machines[name]
-            self._views.pop(name, None)
-            return
-        uses = [
-            Use(job, placement)
-            for job in machine.jobs.values()
-            if job.allocation
-            for placement in job.allocation.tasks
-            if placement.node == name
-        ]
+            self._silent.pop(name, None)
+            return None
+        gpus = machine.inventory.gpus if machine.inventory else ()
+        uuids = [gpu.uuid for gpu in gpus if touched is None or gpu.uuid in touched]
         facts = NodeFacts(
             name=name,
             inventory=machine.inventory,
@@ -297,22 +359,24 @@ class Machines:
             build=machine.build,
             missing_since_ms=machine.missing_since_ms,
             unreadable=self._closing(name),
-            claimed_twice=self._claimed_twice(machine, now_ms, lost_ms),
+            claimed_twice=self._claimed_twice(name, uuids, now_ms, lost_ms),
             released=machine.released,
         )
-        self._views[name] = view_node(facts, uses, now_ms, lost_ms)
+        if touched is None or before is None:
+            return view_node(facts, machine.uses, now_ms, lost_ms)
+        return with_uses(before, facts, tuple(machine.uses), touched, now_ms, lost_ms)
 
-    def _claimed_twice(self, machine: _Machine, now_ms: int, lost_ms: int) -> frozenset[str]:
-        if machine.inventory is None:
-            return frozenset()
+    def _claimed_twice(self, name: str, uuids: Iterable[str], now_ms: int, lost_ms: int) -> frozenset[str]:
         return frozenset(
-            gpu.uuid
-            for gpu in machine.inventory.gpus
-            if len(self._claims[gpu.uuid]) > 1
-            and any(
-                other != machine.name and not self._is_lost(other, now_ms, lost_ms)
-                for other in self._claims[gpu.uuid]
-            )
+            [
+                uuid
+                for uuid in uuids
+                if len(self._claims[uuid]) > 1
+                and any(
+                    other != name and not self._is_lost(other, now_ms, lost_ms)
+                    for other in self._claims[uuid]
+                )
+            ]
         )
 
     def _is_lost(self, name: str, now_ms: int, lost_ms: int) -> bool:

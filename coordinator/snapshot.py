@@ -12,7 +12,7 @@ from typing import Protocol
 from attrs import field, frozen
 
 from coordinator.model import Job, Task, Tenant
-from coordinator.nodes import NodeView
+from coordinator.nodes import NodeView, ViewLog
 from coordinator.usage import Use
 from coordinator.worth import Worth
 from jobspecs.spec import JobSpec
@@ -144,6 +144,7 @@ class Snapshot:
     cluster_memory_mib: int = 0
     cluster_compute_milli: int = 0
     kinds: tuple[Gpu, ...] = ()
+    node_log: ViewLog | None = None
 
     @property
     def waiting(self) -> Collection[Job]:
@@ -152,6 +153,13 @@ class Snapshot:
     def inventories_of(self, nodes: Sequence[str]) -> Mapping[str, NodeInventory]:
         views = {name: self.nodes[name].inventory for name in nodes if name in self.nodes}
         return {name: inventory for name, inventory in views.items() if inventory is not None}
+
+    def changed_nodes(self, earlier: Snapshot) -> Collection[str] | None:
+        """The nodes that have come, changed or gone since that snapshot; None where they must all be looked at."""
+        mine, other = self.node_log, earlier.node_log
+        if mine is None or other is None or mine.views is not self.nodes or other.views is not earlier.nodes:
+            return None
+        return mine.since(other)
 
     def job(self, id: str) -> Job | None:
         """Live, waiting, or ended and still known."""

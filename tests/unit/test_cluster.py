@@ -37,6 +37,17 @@ def closed(world: World, name: str = "n1", index: int = 0) -> ReasonCode | None:
 # --- records that cannot be read ---
 
 
+def test_da7_an_unreadable_grant_of_a_node_that_nobody_knows_is_harmless():
+    w = World(node("n1"))
+    w.see(model.RecordUnreadable("/serai/grants/n9/j.1", "garbage"))
+    assert set(w.snapshot().nodes) == {"n1"}
+    w.see(model.RecordGone("/serai/grants/n9/j.1"))
+    assert set(w.snapshot().nodes) == {"n1"}
+    w.see(model.RecordUnreadable("/serai/grants/n9/j.1", "garbage"))
+    w.add(node("n9"))
+    assert w.snapshot().nodes["n9"].status is NodeStatus.CLOSED
+
+
 @pytest.mark.parametrize(
     ("key", "mend"),
     [

@@ -195,6 +195,16 @@ def test_id2_a_node_that_came_back_under_another_name_has_its_gpus_once_the_old_
     assert closed(w, "new") is None
 
 
+def test_id2_a_node_that_was_given_up_and_reports_again_has_its_claim_again():
+    w = World(node("old", gpus=[gpu("x", 0)]))
+    w.see(model.ReportGone("old"))
+    w.add(node("new", gpus=[gpu("x", 0)]))
+    w.now += w.settings.lost_seconds
+    assert closed(w, "new") is None
+    w.see(model.ReportSeen(report("old", w.now_ms)))
+    assert closed(w, "new") is closed(w, "old") is ReasonCode.GPU_CLAIMED_TWICE
+
+
 def test_id2_a_node_that_registers_again_is_one_node():
     w = World(node("n1", gpus=1))
     w.submit(running("j", "n1", [piece("GPU-n1-0")]))
