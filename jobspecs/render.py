@@ -178,7 +178,9 @@ def container_name(container: ContainerSettings) -> str:
     return f"serai-{labels[LABEL_JOB]}-{labels[LABEL_ATTEMPT]}-{labels[LABEL_TASK]}"
 
 
-def docker_arguments(container: ContainerSettings, name: str) -> dict[str, object]:
+def docker_arguments(
+    container: ContainerSettings, name: str, *, log_file_mib: int = LOG_FILE_MIB
+) -> dict[str, object]:
     """The body of the Docker Engine's `POST /containers/create`, in the engine's own field names.
 
     The engine takes `name` as a query parameter; in the body it is the host name that the program sees. Network and
@@ -191,14 +193,14 @@ def docker_arguments(container: ContainerSettings, name: str) -> dict[str, objec
         "Env": [f"{key}={value}" for key, value in sorted(container.env.items())],
         "Labels": dict(container.labels),
         "StopTimeout": container.stop_grace_seconds,
-        "HostConfig": _host_config(container),
+        "HostConfig": _host_config(container, log_file_mib),
     }
     if container.command:
         body["Cmd"] = list(container.command)
     return body
 
 
-def _host_config(container: ContainerSettings) -> dict[str, object]:
+def _host_config(container: ContainerSettings, log_file_mib: int) -> dict[str, object]:
     gpu = container.gpu
     config: dict[str, object] = {
         "NanoCpus": container.cpu_milli * 1_000_000,
@@ -213,7 +215,7 @@ def _host_config(container: ContainerSettings) -> dict[str, object]:
         "AutoRemove": False,
         "LogConfig": {
             "Type": "json-file",
-            "Config": {"max-size": f"{LOG_FILE_MIB}m", "max-file": str(LOG_FILES)},
+            "Config": {"max-size": f"{log_file_mib}m", "max-file": str(LOG_FILES)},
         },
         "Devices": [
             {

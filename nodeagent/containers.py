@@ -24,7 +24,7 @@ from docker.constants import DEFAULT_DOCKER_API_VERSION
 from docker.utils import parse_repository_tag, version_lt
 
 from jobspecs.container import LABEL_ATTEMPT, LABEL_CLUSTER, LABEL_JOB, LABEL_TASK, ContainerSettings, Grant
-from jobspecs.render import docker_arguments
+from jobspecs.render import LOG_FILE_MIB, docker_arguments
 from nodeagent.blocking import StreamBroken, in_thread, stream_items, to_end
 from nodeagent.container_facts import has_cdi_spec, has_dropped, observed_task
 from nodeagent.container_output import read_output
@@ -64,7 +64,8 @@ _CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 
 
 class DockerRunner:
-    """See `runner.Runner`. Containers of Serai that Nomad runs here are seen and left alone."""
+    """See `runner.Runner`. Containers of Serai that Nomad runs here are seen and left alone. Of each one's output the
+    last `log_file_mib` are kept, or up to twice as much."""
 
     name = "docker"
 
@@ -76,9 +77,11 @@ class DockerRunner:
         *,
         call_seconds: int = CALL_SECONDS,
         kill_confirm_seconds: int = KILL_CONFIRM_SECONDS,
+        log_file_mib: int = LOG_FILE_MIB,
     ) -> None:
         self._call_seconds = call_seconds
         self._kill_confirm_seconds = kill_confirm_seconds
+        self._log_file_mib = log_file_mib
         self._node = node
         self._cluster = cluster
         self._socket = engine_socket
@@ -287,7 +290,7 @@ class DockerRunner:
             client.close()
 
     def _create_and_start(self, grant: Grant, container: ContainerSettings, key: TaskKey) -> None:
-        body = docker_arguments(container, key.name)
+        body = docker_arguments(container, key.name, log_file_mib=self._log_file_mib)
         body["Labels"] = dict(grant_labels(grant, container))
         try:
             id = self._docker().create_container_from_config(body, key.name)["Id"]

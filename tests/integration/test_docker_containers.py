@@ -177,14 +177,17 @@ async def test_what_nomad_runs_for_us_is_seen_as_foreign(
     assert (task.foreign, task.state) == (True, Observed.RUNNING)
 
 
-async def test_output_beyond_its_limit_keeps_the_end_and_says_so_ob_2(runner: DockerRunner) -> None:
-    # 80 bytes of JSON around each line count too: some 150 MiB on disk, where 2 files of 50 MiB are kept.
+async def test_output_beyond_its_limit_keeps_the_end_and_says_so_ob_2(
+    runner: DockerRunner, docker_engine: DockerEngine
+) -> None:
+    """80 bytes of JSON around each line count too: some 4 MiB, where 2 files of 1 MiB are kept."""
+    small = DockerRunner("n1", "test", docker_engine.socket, log_file_mib=1)
     line = "x" * 999
-    script = f"yes {line} | head -n 150000; echo END"
-    said = await run(runner, script)
+    said = await run(small, f"yes {line} | head -n 4000; echo END")
+    await small.close()
     assert said.endswith(b"END\n")
     assert said.startswith(OUTPUT_DROPPED)
-    assert len(said) < 120 * 2**20
+    assert len(said) < 2 * 2**20
     assert (await output(runner, tail_bytes=4)) == b"END\n"
 
 
