@@ -27,9 +27,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
-from functools import cache
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from attrs import frozen
@@ -150,6 +149,7 @@ class Unreadable(ValueError):
 
 
 R = TypeVar("R")
+_decoders: dict[object, msgspec.json.Decoder[Any]] = {}
 
 
 def encode(record: object) -> bytes:
@@ -159,15 +159,14 @@ def encode(record: object) -> bytes:
 
 def decode(kind: type[R], value: bytes) -> R:
     """Strict about types, lenient about unknown fields. Raises `Unreadable`."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
-        return _decoder(kind).decode(value)
+        record: R = decoder.decode(value)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise Unreadable(f"not a {kind.__name__}: {error}") from error
-
-
-@cache
-def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
-    return msgspec.json.Decoder(kind)
+    return record
 
 
 def readable(kind: type[R], items: Iterable[KeyValue]) -> Iterator[tuple[str, R]]:
