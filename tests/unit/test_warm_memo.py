@@ -28,7 +28,7 @@ def shown(plan: Plan) -> tuple[object, ...]:
 
 
 def mixed_prices(w: World) -> None:
-    mix = {kind: 30 * count for kind, count in w.cluster.mix.items()}
+    mix = {kind: 30 * count for kind, count in w.cluster.mix.counts.items()}
     w.cluster.worth = size_prices(mix, 80 * 1024)
 
 

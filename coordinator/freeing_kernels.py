@@ -1,0 +1,194 @@
+"""Compiled: what frees on a node as those who hold it end, by the rules of `coordinator.freeing`, which stay the
+readable form and the oracle of the tests. The tables of nodes are those of `coordinator.kernels`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from coordinator.kernels import (
+    BUILD,
+    COUNT,
+    CPU,
+    GPUS,
+    HELD,
+    MEMORY,
+    PIECES,
+    S_COUNT,
+    S_CPU,
+    S_GPU_MEMORY,
+    S_MEMORY,
+    S_MILLI,
+    S_WHOLE,
+    STATE,
+    WIDTH,
+    _free_mask,
+    _least_cost,
+)
+
+# columns of a piece that somebody holds; the first of a holder's pieces bears the figures of the holder
+H_FIRST, H_WHEN, H_RELATIVE, H_BUSY, H_CPU, H_MEMORY, H_GPU, H_MIB, H_MILLI, H_BIT, H_WIDTH = (
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
+)  # fmt: skip
+UNKNOWN_MS = 1 << 62
+NEVER_MS = UNKNOWN_MS + 1
+# A job that has run out its time, or was asked to stop, ends soon; it is not over before its end is confirmed.
+SOON_MS = 1000
+# columns of the room that `_change` works in: the row as it becomes free, a copy to fill, who shares each GPU
+_FILLED = WIDTH
+_SHARING = 2 * WIDTH
+SCRATCH = 2 * WIDTH + 4 * GPUS
+
+
+@njit(cache=True)
+def _how_many(row, shape, build, compat, joins, most):
+    """How many such tasks, up to `most`, fit one beside the other. Spends the row."""
+    want, count = shape[S_COUNT], 0
+    while count < most and row[CPU] >= shape[S_CPU] and row[MEMORY] >= shape[S_MEMORY]:
+        mask = 0
+        if want:
+            mask, reason = _free_mask(row, shape, build, compat)
+            if reason:
+                break
+        count += 1
+        if count == most:
+            break
+        if want > 1 and not shape[S_WHOLE]:
+            mask, _, _ = _least_cost(build, mask, want)
+        row[CPU] -= shape[S_CPU]
+        row[MEMORY] -= shape[S_MEMORY]
+        left = want  # of GPUs of which it needs one, or all of each, it does not matter which
+        for n in range(row[COUNT]):
+            if left and mask >> n & 1:
+                left -= 1
+                row[PIECES + n] -= build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
+                row[PIECES + GPUS + n] -= shape[S_MILLI]
+                row[PIECES + 2 * GPUS + n] |= joins[row[PIECES + 2 * GPUS + n]]
+    return count
+
+
+@njit(cache=True)
+def _in_order(held, first, last, now_ms, order, ends):
+    """Enters the first pieces of all holders by the end of the holder; returns how many holders there are."""
+    count = 0
+    for i in range(first, last):
+        if not held[i, H_FIRST]:
+            continue
+        when = held[i, H_WHEN]
+        end = now_ms + when if held[i, H_RELATIVE] else max(now_ms + SOON_MS, when)
+        at = count
+        while at > 0 and ends[at - 1] > end:
+            ends[at], order[at] = ends[at - 1], order[at - 1]
+            at -= 1
+        ends[at], order[at] = end, i
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _free(row, held, first, last, sharing):
+    """What one holder had is free."""
+    row[CPU] += held[first, H_CPU]
+    row[MEMORY] += held[first, H_MEMORY]
+    i = first
+    while i == first or (i < last and not held[i, H_FIRST]):
+        n = held[i, H_GPU]
+        if n >= 0:
+            sharing[4 * n + held[i, H_BIT]] -= 1
+            if row[PIECES + 2 * GPUS + n] >= 0:
+                row[PIECES + n] += held[i, H_MIB]
+                row[PIECES + GPUS + n] += held[i, H_MILLI]
+                bits = 0
+                for bit in range(4):
+                    bits |= (sharing[4 * n + bit] > 0) << bit
+                row[PIECES + 2 * GPUS + n] = bits
+        i += 1
+
+
+@njit(cache=True)
+def _change(
+    row, held, first, last, now_ms, shape, build, compat, joins, most, skip, scratch, order, ends
+):  # fmt: skip
+    """See `coordinator.freeing.Change`."""
+    free, filled, sharing = scratch[:WIDTH], scratch[_FILLED:_SHARING], scratch[_SHARING:]
+    free[:] = row
+    sharing[:] = 0
+    for i in range(first, last):
+        if held[i, H_GPU] >= 0:
+            sharing[4 * held[i, H_GPU] + held[i, H_BIT]] += 1
+    holders = _in_order(held, first, last, now_ms, order, ends)
+    before = np.int64(-1)
+    for place in range(holders + 1):
+        if place:
+            _free(free, held, order[place - 1], last, sharing)
+        if place < skip:
+            continue
+        if most == 1:
+            count = np.int64(_how_many(free, shape, build, compat, joins, most))
+        else:
+            filled[:] = free
+            count = np.int64(_how_many(filled, shape, build, compat, joins, most))
+        if before < 0:
+            before = count
+        elif count != before:
+            return before, ends[place - 1], held[order[place - 1], H_BUSY], np.int64(place), count
+    return before, np.int64(NEVER_MS), np.int64(0), np.int64(holders), before
+
+
+@njit(cache=True)
+def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, joins, most, skip, longest):
+    """`_change` of one node of a known build."""
+    row = rows[node]
+    b = row[BUILD]
+    return _change(
+        row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b], joins[b],
+        most, skip, np.empty(SCRATCH, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64),
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def changes(
+    rows, nodes, held, starts, lengths, now_ms, shape, builds, compat, labels, could, joins, most,
+    counts, ends, busy, usable, odd, longest,
+):  # fmt: skip
+    """Finds anew for these nodes whether the job could use them when empty, how many of its tasks they take, and
+    the first change of that. Returns (how many are left to the caller in `odd`, whether another node is usable now)."""
+    scratch = np.empty(SCRATCH, np.int64)
+    order, by = np.empty(longest, np.int64), np.empty(longest, np.int64)
+    left = 0
+    is_other = False
+    for node in nodes:
+        row = rows[node]
+        b = row[BUILD]
+        if b < 0:
+            odd[left] = node
+            left += 1
+            continue
+        is_usable = row[STATE] & (HELD - 1) == 0 and labels[node] and could[b]
+        is_other |= is_usable != usable[node]
+        usable[node] = is_usable
+        if is_usable:
+            counts[node], ends[node], busy[node], _, _ = _change(
+                row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
+                joins[b], most, 0, scratch, order, by,
+            )  # fmt: skip
+        else:
+            counts[node], ends[node], busy[node] = 0, NEVER_MS, 0
+    return left, is_other
+
+
+@njit(cache=True)
+def first_change(ends, busy, name_order):
+    """The node whose change comes first; ties by how busy it was, then by name. -1: nothing changes."""
+    best, best_end, best_busy = -1, np.int64(NEVER_MS), np.int64(0)
+    for node in range(len(ends)):
+        end = ends[node]
+        if end > best_end or end == NEVER_MS:
+            continue
+        if end == best_end and (
+            busy[node] > best_busy or (busy[node] == best_busy and name_order[node] > name_order[best])
+        ):
+            continue
+        best, best_end, best_busy = node, end, busy[node]
+    return best

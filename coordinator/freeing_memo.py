@@ -1,0 +1,279 @@
+"""What frees soonest for a shape of task on each node, kept from cycle to cycle beside an index: a memo, never the truth.
+
+What `coordinator.freeing` says of a node depends on that node alone: on its row, on who holds what of it, and on the
+time only where one of its holders is past its limit or was asked to stop. So a shape looks again at the nodes that
+changed since it was last asked, and at those with such a holder; the node that is first is then found by reading one
+number for each.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator import freeing_kernels as f
+from coordinator import kernels as k
+from coordinator.fit import Fit
+from coordinator.freeing import Change, Holder, Holdings
+from coordinator.index import Index
+from coordinator.nodes import Constraints
+from coordinator.placement import Draft
+from coordinator.snapshot import TaskShape
+from coordinator.tables import BITS, NAMES, Table
+from vgpu import isolation
+from vgpu.reasons import Reason
+
+# More shapes than this are not remembered; a reservation is for one.
+_MOST_SHAPES = 32
+_BIT_PLACES = {name: bit.bit_length() - 1 for name, bit in BITS.items()}
+
+
+class _Kept:
+    """What is known of one shape: by node whether an empty one could take it, how many tasks it takes now, and the
+    first change of that."""
+
+    def __init__(self, nodes: int, could: NDArray[np.bool_], joins: Table) -> None:
+        self.could, self.joins = could, joins
+        self.counts = np.zeros(nodes, np.int64)
+        self.ends = np.full(nodes, f.NEVER_MS, np.int64)
+        self.busy = np.zeros(nodes, np.int64)
+        self.usable = np.zeros(nodes, np.bool_)
+        self.position = -1
+        self.names: frozenset[str] | None = None
+
+
+class Memo:
+    """Of one index. Holders stand in one table, those of a node in one piece of it."""
+
+    def __init__(self) -> None:
+        self._nodes: object = None
+        self.now_ms = 0
+        self._taken: dict[int, tuple[Draft, int]] = {}
+        self._log: list[int] = []
+        self._shapes: dict[tuple[TaskShape, Constraints], _Kept] = {}
+
+    def catch_up(self, index: Index, holdings: Holdings) -> None:
+        """Who holds what, as of the draft that `holdings` are of."""
+        if self._nodes is not index._nodes:
+            self._start(index)
+        if holdings.now_ms < self.now_ms:
+            self._shapes.clear()  # ends that were past then are not now
+        self.now_ms = holdings.now_ms
+        changed, index.reread = index.reread, set()
+        number = index._nodes.number
+        taken = {number[node]: (holdings.draft, len(spots)) for node, spots in holdings.taken.items()}
+        changed |= {n for n, mark in self._taken.items() if taken.get(n) != mark}
+        changed |= {n for n, mark in taken.items() if self._taken.get(n) != mark}
+        self._taken = taken
+        names = index._nodes.names
+        for n in changed:
+            self._enter(n, names[n], holdings, is_odd=bool(index._rows[n, k.BUILD] < 0))
+        self._log += changed
+        if len(self._log) > 4 * len(names) + 64:
+            self._log.clear()
+            self._shapes.clear()
+
+    def _start(self, index: Index) -> None:
+        self._nodes = index._nodes
+        count = len(index._nodes.names)
+        self.held = np.zeros((8 * count + 64, f.H_WIDTH), np.int64)
+        self.starts, self.lengths, self._room = (np.zeros(count, np.int64) for _ in range(3))
+        self._used, self.longest = 0, 1
+        self._soonest = np.full(
+            count, f.UNKNOWN_MS, np.int64
+        )  # the least end of a node that is not of `now` only
+        self._taken.clear()
+        self._log.clear()
+        self._shapes.clear()
+        index.reread = set(range(count))
+
+    def _enter(self, n: int, name: str, holdings: Holdings, is_odd: bool) -> None:
+        leases = holdings.leases(name)
+        self._soonest[n] = min(
+            (-1 if lease.is_relative else lease.when_ms for lease in leases), default=f.UNKNOWN_MS
+        )
+        lines: list[tuple[int, ...]] = []
+        for lease in () if is_odd else leases:
+            of_holder = (
+                lease.when_ms,
+                int(lease.is_relative),
+                lease.busy_milli,
+                lease.cpu_milli,
+                lease.memory_mib,
+            )
+            if not lease.pieces:
+                lines.append((1, *of_holder, -1, 0, 0, 0))
+            first = 1
+            for piece in lease.pieces:
+                bit = _BIT_PLACES.get(piece.isolation, 0)
+                lines.append((first, *of_holder, piece.gpu, piece.memory_mib, piece.compute_milli, bit))
+                first = 0
+        length = len(lines)
+        if length > self._room[n]:
+            self._make_room(n, length + length // 2 + 2)
+        self.lengths[n] = length
+        self.longest = max(self.longest, length)
+        if lines:
+            start = int(self.starts[n])
+            self.held[start : start + length] = lines
+
+    def _make_room(self, n: int, length: int) -> None:
+        while self._used + length > len(self.held):
+            self.held = np.concatenate([self.held, np.zeros_like(self.held)])
+        self.starts[n], self._room[n] = self._used, length
+        self._used += length
+
+    def ask(self, index: Index, holdings: Holdings, task: TaskShape, constraints: Constraints) -> Answers:
+        """What frees soonest for all tasks of this kind of one job; `catch_up` comes first."""
+        kept = self._shapes.get((task, constraints))
+        if kept is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            kept = self._shapes[task, constraints] = _Kept(
+                len(self.starts), *_of_builds(index, holdings, task)
+            )
+        answers = Answers(self, kept, index, holdings, task, constraints)
+        moving = np.flatnonzero(self._soonest < self.now_ms + f.SOON_MS)
+        changed = (
+            np.arange(len(self.starts))
+            if kept.position < 0
+            else np.array(self._log[kept.position :], np.int64)
+        )
+        nodes = np.unique(np.concatenate([changed, moving]))
+        if len(nodes):
+            answers.renew(nodes)
+        kept.position = len(self._log)
+        return answers
+
+
+def _of_builds(index: Index, holdings: Holdings, task: TaskShape) -> tuple[NDArray[np.bool_], Table]:
+    """By build: whether an empty node of it takes the task, and the isolation that a slice gets beside others."""
+    count = len(index._build_table)
+    could, joins = np.zeros(count, np.bool_), np.zeros((count, 16), np.int64)
+    views = {view.row.build: view for view in index._nodes.views}
+    for build, view in views.items():
+        b = index._builds[build]
+        if b < 0:
+            continue
+        could[b] = isinstance(holdings.draft.fit(task, view.full_row), Fit)
+        for sharing, names in enumerate(NAMES if build.gpus else ()):
+            name = isolation.choose(task.gpus, build.gpus[0], build.isolations, names)
+            joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
+    return could, joins
+
+
+class Answers:
+    """What frees soonest for one shape in one draft."""
+
+    def __init__(
+        self,
+        memo: Memo,
+        kept: _Kept,
+        index: Index,
+        holdings: Holdings,
+        task: TaskShape,
+        constraints: Constraints,
+    ) -> None:
+        self._memo = memo
+        self._kept = kept
+        self._index = index
+        self._holdings = holdings
+        self._task = task
+        self._constraints = constraints
+        asked = index.ask(task, constraints)
+        self._shape = index._shapes[asked.number]
+        self._compat = index._compat[asked.number]
+        self._labels = index._labels[int(self._shape[k.S_LABELS])]
+
+    def renew(self, nodes: Table) -> None:
+        """Finds anew what is known of these nodes."""
+        memo, kept, index = self._memo, self._kept, self._index
+        odd = np.empty(len(nodes), np.int64)
+        left, is_other = f.changes(
+            index._rows, nodes, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
+            index._build_table, self._compat, self._labels, kept.could, kept.joins, self._task.count,
+            kept.counts, kept.ends, kept.busy, kept.usable, odd, memo.longest,
+        )  # fmt: skip
+        for n in odd[:left].tolist():
+            is_other |= self._renew_odd(n)
+        if is_other:
+            kept.names = None
+
+    def _renew_odd(self, n: int) -> bool:
+        kept, draft, name = self._kept, self._holdings.draft, self._index._nodes.names[n]
+        is_usable = draft.gate(name, self._constraints) is None and isinstance(
+            draft.fit(self._task, draft.views[name].full_row), Fit
+        )
+        kept.counts[n], kept.ends[n], kept.busy[n] = 0, f.NEVER_MS, 0
+        if is_usable:
+            change = self._holdings.change(name, self._task, self._task.count)
+            kept.counts[n], kept.ends[n], kept.busy[n] = change.before, change.end_ms, change.busy_milli
+        was_usable, kept.usable[n] = bool(kept.usable[n]), is_usable
+        return was_usable != is_usable
+
+    @property
+    def usable(self) -> frozenset[str]:
+        """The nodes that are open to the job and could take it when empty."""
+        if self._kept.names is None:
+            names = self._index._nodes.names
+            self._kept.names = frozenset([names[n] for n in np.flatnonzero(self._kept.usable).tolist()])
+        return self._kept.names
+
+    @property
+    def leaves_nodes_open(self) -> bool:
+        """Whether a node that the job could not use is open to work."""
+        is_open = self._index._rows[:, k.STATE] & (k.HELD - 1) == 0
+        return bool((is_open & ~self._kept.usable).any())
+
+    def last_holder(self) -> Holder | None:
+        """The first holder in their order after whose end all tasks fit; None where they never do."""
+        most, order = self._task.count, self._index._nodes.name_order
+        total, ends, busy = int(self._kept.counts.sum()), self._kept.ends, self._kept.busy
+        if most > 1:
+            ends, busy = ends.copy(), busy.copy()
+        coming: dict[int, Change] = {}
+        while (n := int(f.first_change(ends, busy, order))) >= 0:
+            change = coming.get(n) or self._change(n)
+            total += change.after - change.before
+            if total >= most:
+                return self._holdings.holders(self._index._nodes.names[n])[change.place - 1]
+            coming[n] = self._change(n, change.place)
+            ends[n], busy[n] = coming[n].end_ms, coming[n].busy_milli
+        return None
+
+    def _change(self, n: int, skip: int = 0) -> Change:
+        memo, index = self._memo, self._index
+        if index._rows[n, k.BUILD] < 0:
+            return self._holdings.change(index._nodes.names[n], self._task, self._task.count, skip)
+        return Change(
+            *f.change_of(
+                index._rows, n, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
+                index._build_table, self._compat, self._kept.joins, self._task.count, skip, memo.longest,
+            )
+        )  # fmt: skip
+
+    def free_by(self, limit: Holder) -> list[str]:
+        """Nodes that take a task once everything up to `limit` has ended, all of them and maybe others."""
+        kept, (end_ms, lease) = self._kept, limit
+        by_then = (kept.ends < end_ms) | ((kept.ends == end_ms) & (kept.busy <= lease.busy_milli))
+        return self._names(by_then | (kept.counts > 0))
+
+    def free_now(self) -> list[str]:
+        """Nodes that take a task now."""
+        return self._names(self._kept.counts > 0)
+
+    def _names(self, mask: NDArray[np.bool_]) -> list[str]:
+        names = self._index._nodes.names
+        return [names[n] for n in np.flatnonzero(mask).tolist()]
+
+
+_MEMOS: WeakKeyDictionary[Index, Memo] = WeakKeyDictionary()
+
+
+def memo_of(index: Index) -> Memo:
+    memo = _MEMOS.get(index)
+    if memo is None:
+        memo = _MEMOS[index] = Memo()
+    return memo
