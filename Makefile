@@ -12,6 +12,7 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/serai coordinator --compile
 	@touch $@
 
 demo: $(READY)  ## a whole trial cluster: two tenants, three nodes of simulated GPUs, twelve jobs; JSON=FILE writes the result as data

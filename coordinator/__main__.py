@@ -68,9 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingInvalid, OSError, yaml.YAMLError, TypeError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 2
-    if options.role != "both":
+    if options.role != "both" or options.compile:
         hold_the_collector()
-        load_compiled()
+        load_compiled(is_installing=options.compile)
+    if options.compile:
+        return 0
     role = {"both": _run_both, "api": _run_api, "scheduler": _run_scheduler}[options.role]
     with suppress(KeyboardInterrupt):
         return asyncio.run(role(options, settings))
@@ -107,6 +109,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--config", default="", help="settings as YAML; see coordinator/config.py for their names"
     )
     parser.add_argument("--id", default="", help="name of this coordinator; host and process by default")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what placement runs on, and end: a part of installing, so that no start has to wait for it",
+    )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     options = parser.parse_args(argv)
     options.argv = list(sys.argv[1:] if argv is None else argv)

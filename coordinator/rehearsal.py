@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,10 +46,25 @@ _ASKED = (
 )
 
 
-def load_compiled() -> None:
+def load_compiled(*, is_installing: bool = False) -> None:
     """Everything that a cycle may call is compiled, or read from its cache, when this comes back."""
-    with one_at_a_time(Path(kernels.catch_up.stats.cache_path)):
+    cache = Path(kernels.catch_up.stats.cache_path)
+    with one_at_a_time(cache):
+        before, began = _compiled_files(cache), time.monotonic()
+        if not before and not is_installing:
+            log.warning(
+                "no compiled code in %s: it is made now, which takes up to a minute, and only once. "
+                "`serai coordinator --compile` does it when Serai is installed.",
+                cache,
+            )
         _plan_for_a_made_up_cluster()
+        if new := _compiled_files(cache) - before:
+            log.info("compiled %d functions into %s in %.1f s", len(new), cache, time.monotonic() - began)
+
+
+def _compiled_files(cache: Path) -> set[tuple[str, int]]:
+    """By name and time of writing."""
+    return {(file.name, file.stat().st_mtime_ns) for file in cache.glob("*.nbc")}
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""What two processes of one coordinator that start at the same time could do to each other."""
+"""How a coordinator starts: what two processes of one that start at the same time could do to each other."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import socket
 from pathlib import Path
 
 import pytest
 
-from coordinator.__main__ import _hold_port
+from coordinator.__main__ import _hold_port, main
 from coordinator.rehearsal import one_at_a_time
 
 
@@ -41,3 +42,11 @@ def test_one_process_compiles_at_a_time(tmp_path: Path):
     assert another_may()
     with one_at_a_time(tmp_path / "nowhere"):
         pass  # what cannot be written to needs no guard
+
+
+def test_what_an_installation_asks_for_ends_without_an_etcd():
+    thresholds = gc.get_threshold()
+    try:
+        assert main(["--compile", "--etcd", "http://127.0.0.1:1"]) == 0
+    finally:
+        gc.set_threshold(*thresholds)
