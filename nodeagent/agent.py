@@ -69,7 +69,7 @@ class NodeIdentity:
 
 class Agent:
     """`presence` has claimed the node's name; `known` are the GPUs it had when it was last seen. `make_steps` takes the
-    question whether a MIG instance exists."""
+    question whether a MIG instance exists. `read_load` answers as `Load.read` does."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class Agent:
         *,
         known: tuple[Gpu, ...] = (),
         make_steps: Callable[[Callable[[str], bool]], IsolationSteps] = IsolationSteps,
+        read_load: Callable[[], tuple[int | None, int | None]] | None = None,
     ) -> None:
         self._identity = identity
         self._machine = machine
@@ -102,7 +103,7 @@ class Agent:
         )
         self._steps = make_steps(self._monitor.has_instance)
         self._operations = Operations(runner, self._steps, clock_ms, self._wake.set)
-        self._load = Load()
+        self._read_load = read_load or Load().read
         self._facts: RunnerFacts | None = None
         self._runner_problem = ""
         self._orphans: dict[TaskKey, int] = {}
@@ -293,7 +294,7 @@ class Agent:
             self._wake.set()
         await self._write_inventory()
         self._sequence += 1
-        cpu_milli, memory_mib = self._load.read()
+        cpu_milli, memory_mib = self._read_load()
         facts = self._facts.warnings if self._facts is not None else ()
         unreadable = tuple(
             f"grant {job}.{attempt}: {text}" for (job, attempt), text in self._assignments.unreadable.items()

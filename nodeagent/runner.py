@@ -28,7 +28,7 @@ OUTPUT_DROPPED = b"[serai: earlier output may be missing, only the last part is 
 KILL_CONFIRM_SECONDS = 10
 
 
-@frozen(order=True)
+@frozen(cache_hash=True)
 class TaskKey:
     """One task of one attempt; as text `<job>.<attempt>.<task>`, as in the store."""
 
@@ -38,6 +38,9 @@ class TaskKey:
 
     def __str__(self) -> str:
         return f"{self.job}.{self.attempt}.{self.task}"
+
+    def __lt__(self, other: TaskKey) -> bool:
+        return (self.job, self.attempt, self.task) < (other.job, other.attempt, other.task)
 
     @classmethod
     def parse(cls, text: str) -> TaskKey:

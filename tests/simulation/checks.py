@@ -6,13 +6,22 @@ Two accounts are kept: of the records, folded into a `Cluster` of our own; and o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from coordinator import lifecycle
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.endings import INFRASTRUCTURE
-from coordinator.model import Allocation, Job, JobState, Task, TaskState
+from coordinator.model import (
+    Allocation,
+    Job,
+    JobSeen,
+    JobState,
+    RecordUnreadable,
+    Task,
+    TaskSeen,
+    TaskState,
+)
 from coordinator.records import (
     GRANTS,
     LEADER,
@@ -129,29 +138,31 @@ class Checks:
             self.tell(f"leader is {self._holder}")
         seen = event(change)
         if seen is not None:
+            if isinstance(seen, RecordUnreadable):
+                raise Violation(f"{key} was written and cannot be read: {seen.detail}")
             self.cluster.apply(seen, loop.wall_ms())
         folder, _, rest = key.removeprefix("/serai/").partition("/")
         if folder in ("queue", "jobs", "done"):
-            self._job(folder, rest.rsplit("/", 1)[-1], change)
+            id = rest.rsplit("/", 1)[-1]
+            if isinstance(seen, JobSeen):
+                self._folders[id].add(folder)
+                self._job(folder, seen.job)
+            else:
+                self._folders[id].discard(folder)
             return True
         if folder == "grants":
             node, name = rest.split("/")
             job, attempt = name.split(".")
             (self.grants.discard if change.deleted else self.grants.add)((node, job, int(attempt)))
             return True
-        if folder == "tasks" and not change.deleted:
-            self._task(decode(Task, change.item.value))
-            return True
+        if isinstance(seen, TaskSeen):
+            self._task(seen.task)
         if folder == "nodes" and key.endswith("/report") and not change.deleted:
             self.last_heard[rest.split("/")[0]] = loop.time()
         return folder == "tasks"
 
-    def _job(self, folder: str, id: str, change: Change) -> None:
-        if change.deleted:
-            self._folders[id].discard(folder)
-            return
-        self._folders[id].add(folder)
-        job, before = decode(Job, change.item.value), self.jobs.get(id)
+    def _job(self, folder: str, job: Job) -> None:
+        id, before = job.id, self.jobs.get(job.id)
         self.tell(f"{id} {folder}/ {job.state.value} attempt={job.attempt} {_said(job)}")
         hold(id not in self.never, f"{id} was refused for certain and is there")
         if before is not None and before != job:
@@ -256,32 +267,36 @@ class Checks:
             hold(not alive, f"{key} runs on {task.node} and was released")
 
     def _check_records(self) -> None:
+        """After each write about jobs, so nothing is put into words before it is wrong."""
         for id, folders in self._folders.items():
-            hold(len(folders) <= 1, f"{id} stands in {sorted(folders)}")
+            if len(folders) > 1:
+                raise Violation(f"{id} stands in {sorted(folders)}")
         for id in self.acknowledged:
-            hold(self._folders.get(id), f"{id} was acknowledged and is lost")
+            if not self._folders.get(id):
+                raise Violation(f"{id} was acknowledged and is lost")
         live = self.cluster.live_jobs
         for node, id, attempt in self.grants:
             job = live.get(id)
-            hold(
-                job is not None and job.attempt == attempt,
-                f"grant {id}.{attempt} on {node} without a live job",
-            )
+            if job is None or job.attempt != attempt:
+                raise Violation(f"grant {id}.{attempt} on {node} without a live job")
+        self._check_granted(live.values())
+
+    def _check_granted(self, live: Iterable[Job]) -> None:
         memory: dict[str, int] = defaultdict(int)
         compute: dict[str, int] = defaultdict(int)
-        for job in live.values():
+        for job in live:
             for placed in job.allocation.tasks if job.allocation else ():
-                hold((placed.node, job.id, job.attempt) in self.grants, f"{job.id} holds and has no grant")
+                if (placed.node, job.id, job.attempt) not in self.grants:
+                    raise Violation(f"{job.id} holds and has no grant")
                 for piece in placed.slices:
                     memory[piece.gpu] += piece.memory_mib
                     compute[piece.gpu] += piece.compute_milli
         for machine in self.machines.values():
             for uuid, gpu in machine.gpus.items():
-                hold(memory[uuid] <= gpu.memory_mib, f"memory of {uuid} on {machine.name} is granted twice")
-                hold(
-                    compute[uuid] <= gpu.compute_milli,
-                    f"compute of {uuid} on {machine.name} is granted twice",
-                )
+                if memory[uuid] > gpu.memory_mib:
+                    raise Violation(f"memory of {uuid} on {machine.name} is granted twice")
+                if compute[uuid] > gpu.compute_milli:
+                    raise Violation(f"compute of {uuid} on {machine.name} is granted twice")
 
     # --- the machines ----------------------------------------------------------------------------------------------
 

@@ -176,6 +176,7 @@ async def run_agent(
         process.clock_ms,
         known=inventory.gpus if inventory is not None else (),
         make_steps=lambda has: SimulatedSteps(machine, fates),  # type: ignore[arg-type,return-value]
+        read_load=lambda: (None, None),
     )
     await agent.run()
 

@@ -80,7 +80,7 @@ class Server(MemoryStore):
         self.on_applied: Callable[[Applied], None] = lambda applied: None
         self._revisions: list[int] = []
         self._sending: tuple[Process | None, bytes, tuple[Compare, ...]] = (None, b"", ())
-        self._expiry_set_for = 0.0
+        self._expiry_at: float | None = None
 
     def execute(
         self,
@@ -111,15 +111,20 @@ class Server(MemoryStore):
         return tuple(change for change in self.log[start:end] if change.item.key.startswith(prefix))
 
     def set_expiry(self) -> None:
-        """A lease that ends while nobody calls is seen to end all the same."""
+        """A lease that ends while nobody calls is seen to end all the same. One timer at a time: it looks again."""
         ends = min((expires for _, expires in self._leases.values()), default=None)
-        if ends is not None and not self.loop.time() < self._expiry_set_for <= ends:
-            self._expiry_set_for = ends + 0.001
-            self.loop.later(max(0.0, ends - self.loop.time()) + 0.001, self._expire)
+        if ends is None:
+            return
+        at = max(ends, self.loop.time()) + 0.001
+        if self._expiry_at is None or at < self._expiry_at:
+            self._expiry_at = at
+            self.loop.later(at - self.loop.time(), self._expire, at)
 
-    def _expire(self) -> None:
-        self.expire_leases()
-        self.set_expiry()
+    def _expire(self, at: float) -> None:
+        if at == self._expiry_at:
+            self._expiry_at = None
+            self.expire_leases()
+            self.set_expiry()
 
     def drop_lease(self, lease: int) -> None:
         at_once(super().revoke_lease(lease))
@@ -170,7 +175,11 @@ class Watch:
     due: int = 0
 
     def hear(self, revision: int, changes: Sequence[Change]) -> None:
-        if not any(change.item.key.startswith(self.prefix) for change in changes):
+        prefix = self.prefix
+        for change in changes:
+            if change.item.key.startswith(prefix):
+                break
+        else:
             return
         self.pending_from = self.pending_from or revision
         if not self.is_cut:

@@ -9,7 +9,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 
 from attrs import frozen
@@ -197,9 +198,9 @@ class World:
     # --- a seed ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
-        logging.disable(logging.CRITICAL)
         try:
-            self.loop.run_until_complete(self._live())
+            with _errors_told(self.checks):
+                self.loop.run_until_complete(self._live())
         except AssertionError as violation:
             self.checks.fail(violation)
         except RuntimeError:
@@ -268,6 +269,30 @@ class World:
             process.resume()
             self.start(name)
         self.nomad.heal()
+
+
+class _Told(logging.Handler):
+    """Serai logs an error where it goes on after a fault of its own, and no fault of the world is one."""
+
+    def __init__(self, checks: Checks) -> None:
+        super().__init__(logging.ERROR)
+        self._checks = checks
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._checks.fail(Violation(f"an error was logged: {record.getMessage()} {error!r}"))
+
+
+@contextmanager
+def _errors_told(checks: Checks) -> Iterator[None]:
+    log, told, disabled = logging.getLogger("serai"), _Told(checks), logging.root.manager.disable
+    log.addHandler(told)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        log.removeHandler(told)
 
 
 def play(scenario: Scenario, control: Control | None = None) -> Result:
