@@ -24,6 +24,7 @@ from vgpu.inventory import Gpu, NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
+_ORDER = attrgetter("order")
 # The log of changed views begins anew once it is longer than this, for each node.
 _LOG_PER_NODE = 8
 
@@ -49,7 +50,7 @@ class _Machine:
         self.jobs[job.id] = job
         for placement in job.allocation.tasks if job.allocation else ():
             if placement.node == self.name:
-                insort(self.uses, Use(job, placement), key=attrgetter("order"))
+                insort(self.uses, Use(job, placement), key=_ORDER)
 
     def free(self, job: str) -> None:
         if self.jobs.pop(job, None) is not None:
@@ -155,15 +156,17 @@ class Machines:
         """The nodes of a job that comes or goes."""
         placed = job.allocation.tasks if job.allocation else ()
         gpus = {piece.gpu for placement in placed for piece in placement.slices}
-        names = {placement.node: None for placement in placed}
-        for name in names:
-            if name not in self._machines:
-                self._machine(name)
-                continue
-            known = self._stale.setdefault(name, gpus)
-            if known is not None and known is not gpus:
-                self._stale[name] = known | gpus
-        return [self._machines[name] for name in names]
+        machines = []
+        for name in {placement.node: None for placement in placed}:
+            machine = self._machines.get(name)
+            if machine is None:
+                machine = self._machine(name)
+            else:
+                known = self._stale.setdefault(name, gpus)
+                if known is not None and known is not gpus:
+                    self._stale[name] = known | gpus
+            machines.append(machine)
+        return machines
 
     def task_seen(self, task: Task, now_ms: int) -> None:
         """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields_dict
 
 from coordinator import model
 from coordinator.lifecycle import (
@@ -455,3 +455,13 @@ def test_ended_attempts_are_remembered_and_only_the_newest():
         w.cycle()
     assert [past.allocation.attempt for past in after.past] == [3, 4, 5]
     assert [past.tasks[0].exit_code for past in after.past] == [1, 1, 1]
+
+
+def test_a_record_that_moves_keeps_every_field_that_is_not_about_the_move():
+    fields = {name: f"<{name}>" for name in fields_dict(Job)}
+    before = Job(**{**fields, "state": JobState.PENDING, "attempt": 7, "history": ("earlier",)})
+    [placed] = [TaskPlacement(0, "n1", (), 1, 1)]
+    after = allocated(before, Allocation(7, (placed,), START_MS, placed=Reason(ReasonCode.PLACED)))
+    assert len(after.history) == 2
+    moved = {"state", "reason", "history", "allocation"}
+    assert {name for name in fields if getattr(after, name) != getattr(before, name)} == moved
