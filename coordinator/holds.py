@@ -17,6 +17,7 @@ less busy.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve, frozen
@@ -30,7 +31,7 @@ from coordinator.model import Job, TaskPlacement
 from coordinator.nodes import OTHER_THAN, Piece, Row
 from coordinator.placement import Draft, Spot, wait_reason
 from coordinator.queues import is_overdue
-from coordinator.snapshot import Shape, Snapshot
+from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.soonest import Soonest
 from coordinator.usage import Headroom
 from vgpu.reasons import Reason
@@ -125,15 +126,20 @@ class Room:
 
     def avoids(self, job: Job, shape: Shape) -> bool:
         """Whether the job still waits for other nodes than those that would not start it: for a while, and as long as
-        there are some that could take it when empty."""
+        they could take all of it when empty (of tasks that differ, each kind for itself)."""
         if not job.refused_by or self._now_ms >= job.queued_at_ms + 1000 * REFUSED_SECONDS:
             return False
-        others = {
-            view.row.build: view.full_row
+        others = [
+            view
             for name, view in self.draft.views.items()
             if name not in job.refused_by and self.draft.gate(name, shape.constraints) is None
-        }
-        return any(self._could_take(row, shape) for row in others.values())
+        ]
+        alike = Counter(view.row.build for view in others)
+        rows = {view.row.build: view.full_row for view in others}
+        return all(
+            sum(self._could_take(row, task) * alike[build] for build, row in rows.items()) >= task.count
+            for task in shape.tasks
+        )
 
     def fitting(self, shapes: Mapping[int, Shape]) -> int:
         """Of these shapes, each by its bit, those that may find room in the whole draft; the others are refused."""
@@ -196,8 +202,12 @@ class Room:
             self._elsewhere.hold(soonest.usable)
         return True
 
-    def _could_take(self, row: Row, shape: Shape) -> bool:
-        return any(isinstance(self.draft.fit(task, row), Fit) for task in shape.tasks if task.count)
+    def _could_take(self, row: Row, task: TaskShape) -> int:
+        """How many of these tasks there is room for, up to all."""
+        number = 0
+        while number < task.count and isinstance(found := self.draft.fit(task, row), Fit):
+            number, row = number + 1, after(task, row, found)
+        return number
 
     def _look_again(self) -> None:
         rows = {name: _lesser(self.draft.row(name), later) for name, later in self._later.items()}

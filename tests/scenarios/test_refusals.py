@@ -122,6 +122,16 @@ def test_of_a_gang_only_the_node_that_refused_is_avoided():
     assert first in nodes_of(w, "g")
 
 
+def test_a_gang_does_not_wait_for_nodes_that_could_hold_a_part_of_it_only():
+    """It would wait in vain for as long as it waits at all."""
+    w = World(node("n1", gpus=3), node("n2", gpus=2))
+    w.submit(job("g", gpus=1, count=3))
+    w.cycle()
+    refuse(w, "g", "n1")
+    assert w.cycle() == ["g"]
+    assert nodes_of(w, "g") == ("n1",)
+
+
 def test_what_all_nodes_of_a_gang_refuse_tells_nothing_of_one():
     w = World(*(node(f"n{n}", gpus=1) for n in range(1, 3)))
     w.submit(job("g", gpus=1, count=2))
