@@ -1,4 +1,4 @@
-"""The coordinator process: reads its settings, connects the parts, and runs one role or both.
+"""The coordinator process: reads its settings, and runs one role (`coordinator.roles`) or both.
 
     api         serves /v1; any number of replicas
     scheduler   waits to lead, then plans; one leads, the others stand by with everything already read
@@ -12,44 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import json
 import logging
 import os
-import random
-import signal
 import socket
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from aiohttp import web
 from attrs import evolve
 
-from coordinator.api.app import make_app
-from coordinator.clock import SteadyClock
-from coordinator.cluster import Cluster
-from coordinator.commit import LeadershipLost
 from coordinator.config import SettingInvalid, Settings, from_mapping
-from coordinator.cycle_metrics import CycleMetrics, listener
-from coordinator.engines import Engine
-from coordinator.engines.agent import AgentEngine
-from coordinator.engines.nomad import NomadEngine, NomadSettings
-from coordinator.etcd_store import EtcdSettings, EtcdStore
-from coordinator.index import Index
-from coordinator.leader import campaign
-from coordinator.records import DONE, Endpoint, decode, endpoint_key
-from coordinator.rehearsal import load_compiled, rehearse
-from coordinator.replica import Replica
-from coordinator.scheduler import serve_term
-from coordinator.stacks import tell_stacks, tell_tasks
-from coordinator.store import Store, StoreUnavailable
+from coordinator.signals import first, stop_event, tell_stacks
 
 log = logging.getLogger("serai.coordinator")
 
-VERSION = "0.1.0"
 # A child that dies this often in a row is not going to live; the supervisor of the machine should know.
 RESTARTS_IN_A_ROW = 5
 HEALTHY_AFTER_SECONDS = 30
@@ -68,15 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingInvalid, OSError, yaml.YAMLError, TypeError) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 2
-    if options.role != "both" or options.compile:
-        hold_the_collector()
-        load_compiled(is_installing=options.compile)
-    if options.compile:
-        return 0
-    role = {"both": _run_both, "api": _run_api, "scheduler": _run_scheduler}[options.role]
     with suppress(KeyboardInterrupt):
-        return asyncio.run(role(options, settings))
+        return _run(options, settings)
     return 0
+
+
+def _run(options: argparse.Namespace, settings: Settings) -> int:
+    if options.role == "both" and not options.compile:
+        return asyncio.run(_run_both(options))
+    # Only now: who starts the two roles needs nothing of it, and is there sooner.
+    from coordinator import roles
+
+    roles.load(is_installing=options.compile)
+    return 0 if options.compile else asyncio.run(roles.run(options, settings))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,179 +108,6 @@ def _settings(options: argparse.Namespace) -> Settings:
     return evolve(settings, engine=options.engine) if options.engine else settings
 
 
-clock_ms = SteadyClock()
-
-
-def _identity(options: argparse.Namespace) -> str:
-    return options.id or f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _etcd(options: argparse.Namespace) -> EtcdStore:
-    extra = {"ca_file": options.etcd_ca, "cert_file": options.etcd_cert, "key_file": options.etcd_key}
-    if options.etcd_user:
-        extra["user"], _, password_file = options.etcd_user.partition(":")
-        extra["password"] = Path(password_file).read_text().strip()
-    return EtcdStore(EtcdSettings.from_url(options.etcd, **extra))
-
-
-def _engine(options: argparse.Namespace, settings: Settings, store: Store, replica: Replica) -> Engine:
-    if settings.engine == "nomad":
-
-        def nomad_id(node: str) -> str | None:
-            inventory = replica.cluster.inventory_of(node)
-            return inventory.engine_node_id or None if inventory else None
-
-        return NomadEngine(
-            NomadSettings.from_environment(options.nomad, os.environ),
-            settings,
-            nomad_id,
-            clock_ms,
-            lambda: replica.cluster,
-        )
-
-    async def endpoint(node: str) -> Endpoint | None:
-        item = await store.get(endpoint_key(node))
-        return decode(Endpoint, item.value) if item else None
-
-    return AgentEngine(endpoint)
-
-
-def _ready(role: str, address: str, **more: str) -> None:
-    print(json.dumps({"event": "ready", "role": role, "address": address, **more}), flush=True)
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
-    tell_tasks()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
-
-
-def hold_the_collector() -> None:
-    """While a process loads and reads the store almost everything that it makes is to stay."""
-    gc.set_threshold(1_000_000, 50, 1_000)
-
-
-def spare_the_collector() -> None:
-    """What was read at the start lives as long as the process: let it look only at what came later. And most of that
-    lives long too: the collector's defaults would walk all of it again and again."""
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
-
-
-def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
-    # A leader decides nothing about jobs that have ended: that one left jobs/ says all.
-    unread = () if keep_done else (DONE,)
-    return Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms, unread=unread)
-
-
-# --- the API ---------------------------------------------------------------------------------------------------------
-
-
-async def _run_api(options: argparse.Namespace, settings: Settings) -> int:
-    stop = _stop_event()
-    store = _etcd(options)
-    replica = _replica(store, settings, keep_done=True)
-    engine = _engine(options, settings, store, replica)
-    following = asyncio.create_task(replica.run())
-    app = make_app(store, replica, settings, engine, clock_ms, random.SystemRandom(), VERSION)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    host, _, port = options.listen.rpartition(":")
-    try:
-        site = web.TCPSite(runner, host or "127.0.0.1", int(port), reuse_address=True)
-        await site.start()
-        address = _address(host or "127.0.0.1", runner)
-        await _first(replica.ready(), stop.wait(), following)
-        _ready("api", address)
-        spare_the_collector()
-        await _first(stop.wait(), following)
-    finally:
-        await runner.cleanup()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await engine.close()
-        await store.close()
-    return 0
-
-
-def _address(host: str, runner: web.AppRunner) -> str:
-    port = runner.addresses[0][1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def _first(*waits: Awaitable[object]) -> None:
-    """Until the first of them ends; an exception of it is raised. Those that were made here are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for wait, task in zip(waits, tasks, strict=True):
-            if wait is not task:
-                task.cancel()
-
-
-# --- the scheduler ---------------------------------------------------------------------------------------------------
-
-
-async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int:
-    stop = _stop_event()
-    store = _etcd(options)
-    replica = _replica(store, settings, keep_done=False)
-    engine = _engine(options, settings, store, replica)
-    following = asyncio.create_task(replica.run())
-    metrics = CycleMetrics()
-    try:
-        async with listener(options.metrics_listen, metrics, replica) as metrics_address:
-            await _first(replica.ready(), stop.wait(), following)
-            _ready("scheduler", "", metrics=metrics_address)
-            spare_the_collector()
-            leading = asyncio.create_task(_lead(options, settings, store, replica, engine, metrics))
-            try:
-                await _first(stop.wait(), following, leading)
-            finally:
-                leading.cancel()
-                await asyncio.gather(leading, return_exceptions=True)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await engine.close()
-        await store.close()
-    return 0
-
-
-async def _lead(
-    options: argparse.Namespace,
-    settings: Settings,
-    store: Store,
-    replica: Replica,
-    engine: Engine,
-    metrics: CycleMetrics,
-) -> None:
-    """One term after another, until cancelled; then the term is handed back at once."""
-    memo = Index()
-    while True:
-        standby = asyncio.create_task(rehearse(replica, settings, clock_ms, memo))
-        try:
-            term = await campaign(store, settings, _identity(options), clock_ms, address=options.listen)
-        finally:
-            standby.cancel()
-        log.info("leading id=%s", term.token.leadership.id)
-        try:
-            await serve_term(term, store, replica, engine, settings, clock_ms, metrics, memo)
-        except LeadershipLost as lost:
-            log.warning("leadership lost: %s", lost)
-        except StoreUnavailable as error:
-            log.warning("the term ends, the store is unavailable: %s", error)
-        finally:
-            await asyncio.shield(term.resign())
-
-
 # --- both ------------------------------------------------------------------------------------------------------------
 
 
@@ -318,11 +127,11 @@ def _hold_port(listen: str) -> tuple[str, socket.socket | None]:
     return listen, held
 
 
-async def _run_both(options: argparse.Namespace, settings: Settings) -> int:
+async def _run_both(options: argparse.Namespace) -> int:
     """Starts each role as a process, starts it again when it dies, and passes a stop on."""
     listen, held = _hold_port(options.listen)
     options.argv += ["--listen", listen]
-    stop = _stop_event()
+    stop = stop_event()
     roles = [asyncio.create_task(_keep_role(options, role, stop)) for role in ("api", "scheduler")]
     done, _ = await asyncio.wait(roles, return_when=asyncio.FIRST_COMPLETED)
     stop.set()
@@ -342,7 +151,7 @@ async def _keep_role(options: argparse.Namespace, role: str, stop: asyncio.Event
             sys.executable, "-m", "coordinator", *options.argv, "--role", role
         )
         ended = asyncio.create_task(process.wait())
-        await _first(ended, stop.wait())
+        await first(ended, stop.wait())
         if stop.is_set():
             with suppress(ProcessLookupError):
                 process.terminate()

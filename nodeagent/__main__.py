@@ -34,7 +34,7 @@ from coordinator.clock import SteadyClock
 from coordinator.config import SettingInvalid, Settings, from_mapping
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.records import Endpoint
-from coordinator.stacks import tell_stacks, tell_tasks
+from coordinator.signals import tell_stacks, tell_tasks
 from coordinator.store import Store
 from nodeagent.agent import Agent, NodeIdentity
 from nodeagent.containers import DEFAULT_SOCKET, DockerRunner

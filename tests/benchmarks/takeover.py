@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from coordinator.__main__ import clock_ms, hold_the_collector, spare_the_collector
 from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.engines.agent import AgentEngine
@@ -40,6 +39,7 @@ from coordinator.records import (
 )
 from coordinator.rehearsal import load_compiled, rehearse
 from coordinator.replica import Replica
+from coordinator.roles import clock_ms, hold_the_collector, spare_the_collector
 from coordinator.scheduler import serve_term
 from coordinator.store import Compare, Put, TxnResult, Write
 from jobspecs.reading import read_spec

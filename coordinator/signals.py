@@ -9,6 +9,7 @@ import asyncio
 import faulthandler
 import signal
 import sys
+from collections.abc import Awaitable
 
 # Not what a test may have put in its place: the handler writes to a file descriptor.
 _OUT = sys.__stderr__ or 2
@@ -30,3 +31,26 @@ def _print_tasks() -> None:
     for task in asyncio.all_tasks():
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    tell_tasks()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def first(*waits: Awaitable[object]) -> None:
+    """Until the first of them ends; an exception of it is raised. Those that were made here are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for wait, task in zip(waits, tasks, strict=True):
+            if wait is not task:
+                task.cancel()
