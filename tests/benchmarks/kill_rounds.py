@@ -103,7 +103,8 @@ async def _round(live: LiveCluster, admin: Client, number: int, ran: Path, jobs:
     more = [spec(f"r{number}-late-{n}", *command, tenant="a", gpus=1) for n in range(4)]
     tally.jobs += [job["id"] for job in await admin.submit(more)]  # taken in while nobody leads
     try:
-        await asyncio.wait_for(_decision_of_another(live, leader, revision), DECISION_SECONDS)
+        async with asyncio.timeout(DECISION_SECONDS):
+            await _decision_of_another(live, leader, revision)
     except TimeoutError:
         raise AssertionError(f"no decision {DECISION_SECONDS} s after {leader}\n{live.logs()}") from None
     tally.seconds.append(time.monotonic() - struck)
