@@ -148,47 +148,75 @@ def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, 
 
 
 @njit(cache=True)
-def changes(
-    rows, nodes, held, starts, lengths, now_ms, shape, builds, compat, labels, could, joins, most,
-    counts, ends, busy, usable, odd, longest,
-):  # fmt: skip
-    """Finds anew for these nodes whether the job could use them when empty, how many of its tasks they take, and
-    the first change of that. Returns (how many are left to the caller in `odd`, whether another node is usable now)."""
-    scratch = np.empty(SCRATCH, np.int64)
-    order, by = np.empty(longest, np.int64), np.empty(longest, np.int64)
-    left = 0
-    is_other = False
+def look(rows, nodes, shape, builds, compat, labels, could, joins, most, counts, exact, usable, outside, odd):
+    """Sees anew whether the job could use these nodes when empty, whether they are open to work that is not for it, and
+    how many of several tasks they take; what changes that is to be found again. Returns (how many nodes are left to
+    the caller in `odd`, whether others are usable now)."""
+    filled = np.empty(WIDTH, np.int64)
+    left, is_other = 0, False
     for node in nodes:
         row = rows[node]
         b = row[BUILD]
+        exact[node] = False
         if b < 0:
             odd[left] = node
             left += 1
             continue
-        is_usable = row[STATE] & (HELD - 1) == 0 and labels[node] and could[b]
+        is_open = row[STATE] & (HELD - 1) == 0
+        is_usable = is_open and labels[node] and could[b]
         is_other |= is_usable != usable[node]
         usable[node] = is_usable
-        if is_usable:
-            counts[node], ends[node], busy[node], _, _ = _change(
-                row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
-                joins[b], most, 0, scratch, order, by,
-            )  # fmt: skip
-        else:
-            counts[node], ends[node], busy[node] = 0, NEVER_MS, 0
+        outside[node] = is_open and not is_usable
+        if most > 1:
+            counts[node] = 0
+            if is_usable:
+                filled[:] = row
+                counts[node] = _how_many(filled, shape, builds[b], compat[b], joins[b], most)
     return left, is_other
 
 
 @njit(cache=True)
-def first_change(ends, busy, name_order):
-    """The node whose change comes first; ties by how busy it was, then by name. -1: nothing changes."""
+def first_change(
+    rows, held, starts, lengths, now_ms, shape, builds, compat, joins, most, longest, usable,
+    absolute, relative, least_busy, name_order, ends, busy, exact,
+):  # fmt: skip
+    """(the node whose change comes first, whether it is left to the caller to find that change); ties by how busy the
+    node was, then by name. -1: nothing changes.
+
+    A change comes no sooner than the first end on its node: what cannot be the first is not looked for."""
+    scratch = np.empty(SCRATCH, np.int64)
+    order, by = np.empty(longest, np.int64), np.empty(longest, np.int64)
     best, best_end, best_busy = -1, np.int64(NEVER_MS), np.int64(0)
     for node in range(len(ends)):
-        end = ends[node]
-        if end > best_end or end == NEVER_MS:
+        if exact[node] and usable[node]:
+            is_first = _is_sooner(ends[node], busy[node], node, best_end, best_busy, best, name_order)
+            if is_first:
+                best, best_end, best_busy = node, ends[node], busy[node]
+    for node in range(len(ends)):
+        if exact[node] or not usable[node]:
             continue
-        if end == best_end and (
-            busy[node] > best_busy or (busy[node] == best_busy and name_order[node] > name_order[best])
-        ):
+        soonest = min(max(now_ms + SOON_MS, absolute[node]), now_ms + relative[node])
+        if not _is_sooner(soonest, least_busy[node], node, best_end, best_busy, best, name_order):
             continue
-        best, best_end, best_busy = node, end, busy[node]
-    return best
+        row = rows[node]
+        b = row[BUILD]
+        if b < 0:
+            return node, True
+        _, ends[node], busy[node], _, _ = _change(
+            row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
+            joins[b], most, 0, scratch, order, by,
+        )  # fmt: skip
+        exact[node] = True
+        if _is_sooner(ends[node], busy[node], node, best_end, best_busy, best, name_order):
+            best, best_end, best_busy = node, ends[node], busy[node]
+    return best, False
+
+
+@njit(cache=True, inline="always")
+def _is_sooner(end, busy, node, best_end, best_busy, best, name_order):
+    """What never comes is not sooner than nothing."""
+    if end != best_end:
+        return end < best_end
+    if end >= NEVER_MS:
+        return False
+    return busy < best_busy or (busy == best_busy and name_order[node] < name_order[best])

@@ -8,6 +8,7 @@ number for each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from coordinator import freeing_kernels as f
 from coordinator import kernels as k
 from coordinator.fit import Fit
-from coordinator.freeing import Change, Holder, Holdings
+from coordinator.freeing import Change, Holder, Holdings, Lease
 from coordinator.index import Index
 from coordinator.nodes import Constraints
 from coordinator.placement import Draft
@@ -26,20 +27,18 @@ from vgpu import isolation
 from vgpu.reasons import Reason
 
 # More shapes than this are not remembered; a reservation is for one.
-_MOST_SHAPES = 32
+_MOST_SHAPES = 64
 _BIT_PLACES = {name: bit.bit_length() - 1 for name, bit in BITS.items()}
 
 
 class _Kept:
-    """What is known of one shape: by node whether an empty one could take it, how many tasks it takes now, and the
-    first change of that."""
+    """What is known of one shape, by node: whether an empty one could take it, whether it is open to work that is not
+    for this shape, how many of several tasks it takes now, and the first change of that where it is `exact`."""
 
     def __init__(self, nodes: int, could: NDArray[np.bool_], joins: Table) -> None:
         self.could, self.joins = could, joins
-        self.counts = np.zeros(nodes, np.int64)
-        self.ends = np.full(nodes, f.NEVER_MS, np.int64)
-        self.busy = np.zeros(nodes, np.int64)
-        self.usable = np.zeros(nodes, np.bool_)
+        self.counts, self.ends, self.busy = (np.zeros(nodes, np.int64) for _ in range(3))
+        self.exact, self.usable, self.outside = (np.zeros(nodes, np.bool_) for _ in range(3))
         self.position = -1
         self.names: frozenset[str] | None = None
 
@@ -69,7 +68,7 @@ class Memo:
         self._taken = taken
         names = index._nodes.names
         for n in changed:
-            self._enter(n, names[n], holdings, is_odd=bool(index._rows[n, k.BUILD] < 0))
+            self._enter(n, holdings.leases(names[n]), is_odd=bool(index._rows[n, k.BUILD] < 0))
         self._log += changed
         if len(self._log) > 4 * len(names) + 64:
             self._log.clear()
@@ -81,35 +80,28 @@ class Memo:
         self.held = np.zeros((8 * count + 64, f.H_WIDTH), np.int64)
         self.starts, self.lengths, self._room = (np.zeros(count, np.int64) for _ in range(3))
         self._used, self.longest = 0, 1
-        self._soonest = np.full(
-            count, f.UNKNOWN_MS, np.int64
-        )  # the least end of a node that is not of `now` only
+        # The first end there: one of those that are known, or so long from now; and how busy it is at least.
+        self.absolute, self.relative = (np.full(count, f.NEVER_MS, np.int64) for _ in range(2))
+        self.least_busy = np.zeros(count, np.int64)
+        self._of_build = {view.row.build: view for view in index._nodes.views}
         self._taken.clear()
         self._log.clear()
         self._shapes.clear()
         index.reread = set(range(count))
 
-    def _enter(self, n: int, name: str, holdings: Holdings, is_odd: bool) -> None:
-        leases = holdings.leases(name)
-        self._soonest[n] = min(
-            (-1 if lease.is_relative else lease.when_ms for lease in leases), default=f.UNKNOWN_MS
-        )
+    def _enter(self, n: int, leases: Sequence[Lease], is_odd: bool) -> None:
+        absolute = [lease.when_ms for lease in leases if not lease.is_relative]
+        relative = [lease.when_ms for lease in leases if lease.is_relative]
+        self.absolute[n] = min(absolute, default=f.NEVER_MS)
+        self.relative[n] = min(relative, default=f.NEVER_MS)
+        self.least_busy[n] = min((lease.busy_milli for lease in leases), default=0)
         lines: list[tuple[int, ...]] = []
         for lease in () if is_odd else leases:
-            of_holder = (
-                lease.when_ms,
-                int(lease.is_relative),
-                lease.busy_milli,
-                lease.cpu_milli,
-                lease.memory_mib,
-            )
+            figures = lease.when_ms, lease.is_relative, lease.busy_milli, lease.cpu_milli, lease.memory_mib
             if not lease.pieces:
-                lines.append((1, *of_holder, -1, 0, 0, 0))
-            first = 1
-            for piece in lease.pieces:
-                bit = _BIT_PLACES.get(piece.isolation, 0)
-                lines.append((first, *of_holder, piece.gpu, piece.memory_mib, piece.compute_milli, bit))
-                first = 0
+                lines.append((1, *figures, -1, 0, 0, 0))
+            for place, (gpu, mib, milli, name) in enumerate(lease.pieces):
+                lines.append((place == 0, *figures, gpu, mib, milli, _BIT_PLACES.get(name, 0)))
         length = len(lines)
         if length > self._room[n]:
             self._make_room(n, length + length // 2 + 2)
@@ -127,41 +119,35 @@ class Memo:
 
     def ask(self, index: Index, holdings: Holdings, task: TaskShape, constraints: Constraints) -> Answers:
         """What frees soonest for all tasks of this kind of one job; `catch_up` comes first."""
-        kept = self._shapes.get((task, constraints))
+        kept = self._shapes.pop((task, constraints), None)
         if kept is None:
             if len(self._shapes) >= _MOST_SHAPES:
-                self._shapes.clear()
-            kept = self._shapes[task, constraints] = _Kept(
-                len(self.starts), *_of_builds(index, holdings, task)
-            )
+                del self._shapes[next(iter(self._shapes))]  # asked for the longest time ago
+            kept = self._new(index, holdings.draft, task)
+        self._shapes[task, constraints] = kept
         answers = Answers(self, kept, index, holdings, task, constraints)
-        moving = np.flatnonzero(self._soonest < self.now_ms + f.SOON_MS)
-        changed = (
-            np.arange(len(self.starts))
-            if kept.position < 0
-            else np.array(self._log[kept.position :], np.int64)
-        )
-        nodes = np.unique(np.concatenate([changed, moving]))
-        if len(nodes):
-            answers.renew(nodes)
+        if kept.position < 0:
+            answers.look(np.arange(len(self.starts)))
+        elif kept.position < len(self._log):
+            answers.look(np.array(self._log[kept.position :], np.int64))
         kept.position = len(self._log)
+        kept.exact &= (self.absolute >= self.now_ms + f.SOON_MS) & (self.relative == f.NEVER_MS)
         return answers
 
-
-def _of_builds(index: Index, holdings: Holdings, task: TaskShape) -> tuple[NDArray[np.bool_], Table]:
-    """By build: whether an empty node of it takes the task, and the isolation that a slice gets beside others."""
-    count = len(index._build_table)
-    could, joins = np.zeros(count, np.bool_), np.zeros((count, 16), np.int64)
-    views = {view.row.build: view for view in index._nodes.views}
-    for build, view in views.items():
-        b = index._builds[build]
-        if b < 0:
-            continue
-        could[b] = isinstance(holdings.draft.fit(task, view.full_row), Fit)
-        for sharing, names in enumerate(NAMES if build.gpus else ()):
-            name = isolation.choose(task.gpus, build.gpus[0], build.isolations, names)
-            joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
-    return could, joins
+    def _new(self, index: Index, draft: Draft, task: TaskShape) -> _Kept:
+        """With what is known by build: whether an empty node of it takes the task, and the isolation that a slice gets
+        beside others."""
+        count = len(index._build_table)
+        could, joins = np.zeros(count, np.bool_), np.zeros((count, 16), np.int64)
+        for build, view in self._of_build.items():
+            b = index._builds[build]
+            if b < 0:
+                continue
+            could[b] = isinstance(draft.fit(task, view.full_row), Fit)
+            for sharing, names in enumerate(NAMES if build.gpus else ()):
+                name = isolation.choose(task.gpus, build.gpus[0], build.isolations, names)
+                joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
+        return _Kept(len(self.starts), could, joins)
 
 
 class Answers:
@@ -187,61 +173,72 @@ class Answers:
         self._compat = index._compat[asked.number]
         self._labels = index._labels[int(self._shape[k.S_LABELS])]
 
-    def renew(self, nodes: Table) -> None:
-        """Finds anew what is known of these nodes."""
-        memo, kept, index = self._memo, self._kept, self._index
+    def look(self, nodes: Table) -> None:
+        """Sees anew what is known of these nodes."""
+        kept, index = self._kept, self._index
         odd = np.empty(len(nodes), np.int64)
-        left, is_other = f.changes(
-            index._rows, nodes, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-            index._build_table, self._compat, self._labels, kept.could, kept.joins, self._task.count,
-            kept.counts, kept.ends, kept.busy, kept.usable, odd, memo.longest,
+        left, is_other = f.look(
+            index._rows, nodes, self._shape, index._build_table, self._compat, self._labels, kept.could,
+            kept.joins, self._task.count, kept.counts, kept.exact, kept.usable, kept.outside, odd,
         )  # fmt: skip
         for n in odd[:left].tolist():
-            is_other |= self._renew_odd(n)
+            is_other |= self._look_at_odd(n)
         if is_other:
             kept.names = None
 
-    def _renew_odd(self, n: int) -> bool:
-        kept, draft, name = self._kept, self._holdings.draft, self._index._nodes.names[n]
+    def _look_at_odd(self, n: int) -> bool:
+        kept, task, name = self._kept, self._task, self._index._nodes.names[n]
+        draft = self._holdings.draft
         is_usable = draft.gate(name, self._constraints) is None and isinstance(
-            draft.fit(self._task, draft.views[name].full_row), Fit
+            draft.fit(task, draft.views[name].full_row), Fit
         )
-        kept.counts[n], kept.ends[n], kept.busy[n] = 0, f.NEVER_MS, 0
-        if is_usable:
-            change = self._holdings.change(name, self._task, self._task.count)
-            kept.counts[n], kept.ends[n], kept.busy[n] = change.before, change.end_ms, change.busy_milli
         was_usable, kept.usable[n] = bool(kept.usable[n]), is_usable
+        kept.outside[n] = not is_usable and draft.gate(name, ()) is None
+        if task.count > 1:
+            kept.counts[n] = self._holdings.count(task, draft.row(name), task.count) if is_usable else 0
         return was_usable != is_usable
 
     @property
     def usable(self) -> frozenset[str]:
         """The nodes that are open to the job and could take it when empty."""
         if self._kept.names is None:
-            names = self._index._nodes.names
-            self._kept.names = frozenset([names[n] for n in np.flatnonzero(self._kept.usable).tolist()])
+            self._kept.names = frozenset(self._names(self._kept.usable))
         return self._kept.names
 
     @property
     def leaves_nodes_open(self) -> bool:
         """Whether a node that the job could not use is open to work."""
-        is_open = self._index._rows[:, k.STATE] & (k.HELD - 1) == 0
-        return bool((is_open & ~self._kept.usable).any())
+        return bool(self._kept.outside.any())
 
     def last_holder(self) -> Holder | None:
-        """The first holder in their order after whose end all tasks fit; None where they never do."""
-        most, order = self._task.count, self._index._nodes.name_order
-        total, ends, busy = int(self._kept.counts.sum()), self._kept.ends, self._kept.busy
-        if most > 1:
-            ends, busy = ends.copy(), busy.copy()
+        """The first holder in their order after whose end all tasks fit; None where they never do. Now they do not."""
+        kept, total = self._kept, int(self._kept.counts.sum())
+        ends, busy, exact = kept.ends, kept.busy, kept.exact
         coming: dict[int, Change] = {}
-        while (n := int(f.first_change(ends, busy, order))) >= 0:
+        while (n := self._first(ends, busy, exact)) >= 0:
             change = coming.get(n) or self._change(n)
             total += change.after - change.before
-            if total >= most:
+            if total >= self._task.count:
                 return self._holdings.holders(self._index._nodes.names[n])[change.place - 1]
+            if not coming:
+                ends, busy, exact = ends.copy(), busy.copy(), exact.copy()
             coming[n] = self._change(n, change.place)
             ends[n], busy[n] = coming[n].end_ms, coming[n].busy_milli
         return None
+
+    def _first(self, ends: Table, busy: Table, exact: NDArray[np.bool_]) -> int:
+        """The node with the first change that these know of; -1 for none. They know more afterwards."""
+        memo, index, kept = self._memo, self._index, self._kept
+        while True:
+            n, is_odd = f.first_change(
+                index._rows, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
+                index._build_table, self._compat, kept.joins, self._task.count, memo.longest, kept.usable,
+                memo.absolute, memo.relative, memo.least_busy, index._nodes.name_order, ends, busy, exact,
+            )  # fmt: skip
+            if not is_odd:
+                return int(n)
+            change = self._change(n)
+            ends[n], busy[n], exact[n] = change.end_ms, change.busy_milli, True
 
     def _change(self, n: int, skip: int = 0) -> Change:
         memo, index = self._memo, self._index
@@ -256,9 +253,13 @@ class Answers:
 
     def free_by(self, limit: Holder) -> list[str]:
         """Nodes that take a task once everything up to `limit` has ended, all of them and maybe others."""
-        kept, (end_ms, lease) = self._kept, limit
-        by_then = (kept.ends < end_ms) | ((kept.ends == end_ms) & (kept.busy <= lease.busy_milli))
-        return self._names(by_then | (kept.counts > 0))
+        kept, memo, (end_ms, lease) = self._kept, self._memo, limit
+        now_ms = memo.now_ms
+        soonest = np.minimum(np.maximum(now_ms + f.SOON_MS, memo.absolute), now_ms + memo.relative)
+        ends = np.where(kept.exact, kept.ends, soonest)
+        busy = np.where(kept.exact, kept.busy, memo.least_busy)
+        by_then = (ends < end_ms) | ((ends == end_ms) & (busy <= lease.busy_milli))
+        return self._names((by_then & kept.usable) | (kept.counts > 0))
 
     def free_now(self) -> list[str]:
         """Nodes that take a task now."""
