@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from coordinator.fit import Fit, after
 from coordinator.nodes import Row
-from coordinator.placement import Draft, Spot
+from coordinator.placement import Draft, IndexedSearch, Spot
 from coordinator.snapshot import Shape, TaskShape
 from coordinator.usage import NO_LIMIT, Headroom
 from vgpu.topology import Location, node_cost
@@ -32,9 +32,14 @@ def place(draft: Draft, shape: Shape, headroom: Headroom) -> tuple[Spot, ...] | 
     if shape.task_count == 1:
         spot = draft.search(_the_task(shape), shape.constraints).best(headroom)
         return None if spot is None else (spot,)
-    if any(not draft.search(task, shape.constraints).fits_somewhere for task in shape.tasks):
+    searches = [draft.search(task, shape.constraints) for task in shape.tasks if task.count]
+    if not all(search.fits_somewhere for search in searches):
         return None
-    spots = _Gang(draft, shape).spots()
+    alike = searches[0] if len(searches) == 1 else None
+    if isinstance(alike, IndexedSearch) and alike.is_compiled:
+        spots = alike.together()
+    else:
+        spots = _Gang(draft, shape).spots()
     return spots if spots is not None and headroom.allows(draft.charge(spots)) else None
 
 

@@ -12,12 +12,13 @@ that the compiled rules do not know (MIG instances, more than eight GPUs) are an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_not
 
 import numpy as np
 from attrs import frozen
 
+from coordinator import gang_kernels
 from coordinator import kernels as k
 from coordinator.fit import Fit, after, use_of
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
@@ -69,6 +70,7 @@ class Index:
         self._logged = 0
         self._position: list[int] = []
         self._touched: set[int] = set()
+        self._held: frozenset[str] = frozenset()
         self._others: dict[str, Index] = {}
         self._python_rows: dict[int, Row] = {}
         self._odd_nodes: set[int] = set()
@@ -83,21 +85,31 @@ class Index:
 
     # --- the snapshot ---
 
-    def sync(self, snapshot: Snapshot, rows: Mapping[str, Row] | None = None) -> None:
+    def sync(
+        self,
+        snapshot: Snapshot,
+        rows: Mapping[str, Row] | None = None,
+        held: frozenset[str] = frozenset(),
+    ) -> None:
         """Takes over the nodes of a snapshot, with other rows for some of them, and its prices; whatever a draft did
-        before is undone."""
+        before is undone. `held` nodes refuse everybody; those that did so before cost nothing."""
         if len(self._asked) > _MOST_SHAPES:
             self._forget_shapes()
-        if self._snapshot is None or not self._follow(snapshot):
+        if self._snapshot is None or not self._follow(snapshot, rows or {}):
             self._rebuild(snapshot)
         self._snapshot = snapshot
-        for name, row in (rows or {}).items():
+        self.hold(held)
+        self.put(rows or {})
+        if snapshot.worth is not self.worth:
+            self.price(snapshot.worth)
+
+    def put(self, rows: Mapping[str, Row]) -> None:
+        """These rows stand for what is left of the nodes, until the next `sync`."""
+        for name, row in rows.items():
             number = self._nodes.number[name]
             self._touched.add(number)
             self._enter_row(number, self._encoded(number, self._nodes.views[number], row))
             self._python_rows[number] = row
-        if snapshot.worth is not self.worth:
-            self.price(snapshot.worth)
 
     def forget(self) -> None:
         """Cold again, as after a failure in the middle of a change."""
@@ -115,8 +127,9 @@ class Index:
         self._set_prices(worth)
         self._position = [-1] * len(self._position)
 
-    def _follow(self, snapshot: Snapshot) -> bool:
-        """Reads anew the nodes that changed; False where so much changed that all must be read."""
+    def _follow(self, snapshot: Snapshot, rows: Mapping[str, Row]) -> bool:
+        """Reads anew the nodes that changed, and those that a draft did, unless they get another row now anyway; False
+        where so much changed that all must be read."""
         assert self._snapshot is not None
         if len(snapshot.nodes) != len(self._views) or snapshot.settings is not self._snapshot.settings:
             return False
@@ -134,6 +147,7 @@ class Index:
             self._nodes.views[number] = view
             self._touched.discard(number)
             self._read(number, view)
+        self._touched.difference_update([self._nodes.number[name] for name in rows])
         if self._touched:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
             self._make_room(len(touched))
@@ -150,6 +164,7 @@ class Index:
         self._nodes = nodes = Nodes(snapshot)
         self._views = list(snapshot.nodes.values())
         self._touched.clear()
+        self._held = frozenset()
         self._python_rows.clear()
         self._odd_nodes.clear()
         self._fits.clear()
@@ -202,6 +217,8 @@ class Index:
         row = view.row if known is None else known
         code = view.closed_to_work
         state = 0 if code is None else STATES[code]
+        if view.name in self._held:
+            state |= k.HELD
         build = self._build(row.build)
         pieces = row.pieces
         sharing = [sharing_of(piece) for piece in pieces]
@@ -280,11 +297,14 @@ class Index:
             )  # fmt: skip
         self._change(number)
 
-    def hold(self, nodes: Iterable[str]) -> None:
-        numbers = np.array([self._nodes.number[node] for node in nodes], np.int64)
-        self._touched.update(numbers.tolist())
+    def hold(self, nodes: frozenset[str]) -> None:
+        """These nodes refuse everybody, and no others do."""
+        if nodes is self._held or nodes == self._held:
+            return
+        numbers = np.array([self._nodes.number[node] for node in nodes ^ self._held], np.int64)
+        self._held = nodes
         self._make_room(len(numbers))
-        self._logged = k.hold(self._rows, numbers, self._log, self._logged)
+        self._logged = k.hold(self._rows, self._base, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:
         """What is left of the node in the draft."""
@@ -388,6 +408,40 @@ class Index:
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
         )  # fmt: skip
         return self._fit(asked, number, chosen)
+
+    def together(self, asked: _Asked, count: int) -> list[tuple[str, Fit]] | None:
+        """Where so many tasks of the shape go as a gang, which has caught up; None if they do not all fit. No node of
+        an odd build may be among those where it fits."""
+        nodes, size = self._nodes, len(self._nodes.names)
+        tables = (
+            self._rows, self._shapes, asked.number, self._build_table, self._compat,
+            self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
+        )  # fmt: skip
+        room, left_mib, idle = (np.zeros(size, np.int64) for _ in range(3))
+        on, amounts, codes = (np.zeros(count, np.int64) for _ in range(3))
+        gang_kernels.capacities(*tables, self._keys, count, room, left_mib, idle)
+        if room.sum() < count:
+            return None
+        most = min(count, k.GPUS)  # a node takes no more of those that have a GPU each
+        known = np.full((len(self._build_table), 1 << k.GPUS, most + 1), -1, np.int64)
+        asking = *tables, room, left_mib, idle, nodes.name_order, count, known, on, amounts
+        used = gang_kernels.best_single(*asking)
+        for starts in () if used else nodes.levels:
+            used = gang_kernels.best_domain(*asking, nodes.tree, nodes.tree_costs, starts)
+            if used:
+                break
+        gang_kernels.fill(*tables, on, amounts, used, codes)
+        places = np.repeat(on[:used], amounts[:used]).tolist()
+        found = []
+        for number, code in zip(places, codes.tolist(), strict=False):
+            fit = self._fit(asked, number, code)
+            assert fit is not None
+            found.append((nodes.names[number], fit))
+        return found or None
+
+    def is_odd_among(self, asked: _Asked) -> bool:
+        """Whether it fits on a node of an odd build."""
+        return any(self._keys[asked.number, number] >= 0 for number in self._odd_nodes)
 
     def counts(self, asked: _Asked) -> Mapping[ReasonCode, int]:
         counts = self._counts[asked.number].tolist()

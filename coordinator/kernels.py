@@ -37,46 +37,39 @@ UNKNOWN = -100
 NOTHING = np.int64(1 << 62)
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _free_mask(row, shape, build, compat):
-    """(mask of GPUs that can take a slice, 0 or a negative reason)."""
+    """(mask of GPUs that can take a slice, 0 or a negative reason). Without branches, which would be guessed wrong."""
     match = compat & 0xFF
     if match == 0:
         return 0, -1 - R_MODEL
-    want = shape[S_COUNT]
-    need_mib, milli = shape[S_GPU_MEMORY], shape[S_MILLI]
-    count = row[COUNT]
+    want, need_mib, milli = shape[S_COUNT], shape[S_GPU_MEMORY], shape[S_MILLI]
+    idle, total, least = 0, 0, NOTHING
+    is_open, has_memory, has_compute, mask, have = 0, 0, 0, 0, 0
+    for n in range(GPUS):
+        is_wanted = match >> n & 1
+        left_mib, left = row[PIECES + n], row[PIECES + GPUS + n]
+        sharing, size = row[PIECES + 2 * GPUS + n], build[n]
+        need = size if need_mib < 0 else need_mib
+        idle += is_wanted & (sharing == 0) & (left_mib == size) & (left == 1000)
+        total += is_wanted * left_mib
+        least = min(least, need if is_wanted else NOTHING)
+        step = is_wanted & (sharing >= 0)
+        is_open += step
+        step &= left_mib >= need
+        has_memory += step
+        step &= left >= milli
+        has_compute += step
+        step &= compat >> (8 + (sharing & 15)) & 1
+        have += step
+        mask |= step << n
+    if have >= want and (idle >= want or not shape[S_WHOLE]) and (total >= want * least):
+        return mask, 0
     if shape[S_WHOLE]:
-        idle = 0
-        for n in range(count):
-            if match >> n & 1 and _is_idle(row, build, n):
-                idle += 1
         if idle < want:
             return 0, -1 - R_IDLE
-    else:
-        total, least = 0, NOTHING
-        for n in range(count):
-            if match >> n & 1:
-                total += row[PIECES + n]
-                need = build[n] if need_mib < 0 else need_mib
-                least = min(least, need)
-        if total < want * least:
-            return 0, -1 - R_TOTAL
-    is_open, has_memory, has_compute, mask, have = 0, 0, 0, 0, 0
-    for n in range(count):
-        sharing = row[PIECES + 2 * GPUS + n]
-        if not (match >> n & 1) or sharing < 0:
-            continue
-        is_open += 1
-        if row[PIECES + n] < (build[n] if need_mib < 0 else need_mib):
-            continue
-        has_memory += 1
-        if row[PIECES + GPUS + n] < milli:
-            continue
-        has_compute += 1
-        if compat >> (8 + sharing) & 1:
-            mask |= 1 << n
-            have += 1
+    elif total < want * least:
+        return 0, -1 - R_TOTAL
     if is_open < want:
         return 0, -1 - R_DISTINCT
     if has_memory < want:
@@ -88,7 +81,7 @@ def _free_mask(row, shape, build, compat):
     return mask, 0
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, forceinline=True)
 def _is_idle(row, build, n):
     return row[PIECES + 2 * GPUS + n] == 0 and row[PIECES + n] == build[n] and row[PIECES + GPUS + n] == 1000
 
@@ -97,16 +90,14 @@ def _is_idle(row, build, n):
 def _least_cost(build, mask, want):
     """(set, cost, domain size): least cost, then smallest domain, then lowest places."""
     best, best_cost, best_size = 0, NOTHING, NOTHING
-    for chosen in range(1, 256):
-        if chosen & ~mask:
-            continue
+    chosen = mask
+    while chosen > 0:  # all subsets of the mask, the largest number first
         bits = 0
         for n in range(GPUS):
             bits += chosen >> n & 1
-        if bits != want:
-            continue
-        cost = build[SETS + chosen]
-        if cost > best_cost:
+        cost = build[SETS + chosen] if bits == want else NOTHING
+        if cost >= best_cost and (bits != want or cost > best_cost):
+            chosen = (chosen - 1) & mask
             continue
         size, near = 0, build[NEAR + chosen] & mask
         for n in range(GPUS):
@@ -115,10 +106,11 @@ def _least_cost(build, mask, want):
             size = 0
         if cost < best_cost or size < best_size or (size == best_size and _is_lower(chosen, best)):
             best, best_cost, best_size = chosen, cost, size
+        chosen = (chosen - 1) & mask
     return best, best_cost, best_size
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, forceinline=True)
 def _is_lower(first, second):
     """Of two sets of equal size the one with the lower places: the lowest GPU that only one has decides."""
     only = first ^ second
@@ -184,7 +176,7 @@ def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
     sums[SUM_IS_KNOWN] = 1
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _answer(
     row, shape, build, compat, has_labels, prices, cpu_prices, values, whole, step_mib, sums, scratch
 ):
@@ -238,13 +230,13 @@ def _answer(
     return (score << 26) | loss, chosen
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, forceinline=True)
 def _rounded(loss):
     """In thousandths of a GPU, to the nearest."""
     return min((loss + 500_000) // 1_000_000, np.int64((1 << 26) - 1))
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _loss_of_whole(cpu, want, price, cpu_prices, whole, sums):
     """Of a task that takes so many whole GPUs: nothing else about the node changes but its CPU."""
     if not price:
@@ -256,7 +248,7 @@ def _loss_of_whole(cpu, want, price, cpu_prices, whole, sums):
     return _rounded(sums[SUM_WORTH] - price * least // 1000)
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mib, sums):
     """GPUs alike side by side are looked at once."""
     best, chosen = NOTHING, 0
@@ -286,7 +278,7 @@ def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mi
     return best, chosen
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, forceinline=True)
 def _is_alike(row, build, n):
     return (
         row[PIECES + n] == row[PIECES + n - 1]
@@ -296,7 +288,7 @@ def _is_alike(row, build, n):
     )
 
 
-@njit(cache=True)
+@njit(cache=True, forceinline=True)
 def _bound_after(
     opens, mib, milli, mib_after, milli_after, cpu, idle, cpu_prices, values, whole, step_mib, sums
 ):
@@ -376,7 +368,7 @@ def put(keys, counts, minima, block_of, block_starts, s, node, answer):
         _mend(keys, minima, block_starts, s)
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, forceinline=True)
 def _put(keys, counts, minima, block_of, s, node, answer):
     """Whether the minimum of the node's block is no longer known."""
     before = keys[s, node]
@@ -516,9 +508,11 @@ def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
 
 
 @njit(cache=True)
-def hold(rows, nodes, log, logged):
+def hold(rows, base, nodes, log, logged):
+    """Those that were held are so no more, and the others are."""
     for node in nodes:
-        rows[node, STATE] |= HELD
+        rows[node, STATE] ^= HELD
+        base[node, STATE] ^= HELD
         log[logged] = node
         logged += 1
     return logged
@@ -611,172 +605,3 @@ def best_pattern(compute, memory, prices, steps, memory_steps):
             r -= compute[how]
             m -= memory[how]
     return pattern, values[steps, memory_steps]
-
-
-# --- what frees on a node as those who hold it end: the rules are those of `coordinator.freeing` ---
-
-# columns of a piece that somebody holds; the first of a holder's pieces bears the figures of the holder
-H_FIRST, H_WHEN, H_RELATIVE, H_BUSY, H_CPU, H_MEMORY, H_GPU, H_MIB, H_MILLI, H_BIT, H_WIDTH = (
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
-)  # fmt: skip
-UNKNOWN_MS = 1 << 62
-NEVER_MS = UNKNOWN_MS + 1
-# A job that has run out its time, or was asked to stop, ends soon; it is not over before its end is confirmed.
-SOON_MS = 1000
-# columns of the room that `_change` works in: the row as it becomes free, a copy to fill, who shares each GPU
-_FILLED = WIDTH
-_SHARING = 2 * WIDTH
-SCRATCH = 2 * WIDTH + 4 * GPUS
-
-
-@njit(cache=True)
-def _how_many(row, shape, build, compat, joins, most):
-    """How many such tasks, up to `most`, fit one beside the other. Spends the row."""
-    want, count = shape[S_COUNT], 0
-    while count < most and row[CPU] >= shape[S_CPU] and row[MEMORY] >= shape[S_MEMORY]:
-        mask = 0
-        if want:
-            mask, reason = _free_mask(row, shape, build, compat)
-            if reason:
-                break
-        count += 1
-        if count == most:
-            break
-        if want > 1 and not shape[S_WHOLE]:
-            mask, _, _ = _least_cost(build, mask, want)
-        row[CPU] -= shape[S_CPU]
-        row[MEMORY] -= shape[S_MEMORY]
-        left = want  # of GPUs of which it needs one, or all of each, it does not matter which
-        for n in range(row[COUNT]):
-            if left and mask >> n & 1:
-                left -= 1
-                row[PIECES + n] -= build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
-                row[PIECES + GPUS + n] -= shape[S_MILLI]
-                row[PIECES + 2 * GPUS + n] |= joins[row[PIECES + 2 * GPUS + n]]
-    return count
-
-
-@njit(cache=True)
-def _in_order(held, first, last, now_ms, order, ends):
-    """Enters the first pieces of all holders by the end of the holder; returns how many holders there are."""
-    count = 0
-    for i in range(first, last):
-        if not held[i, H_FIRST]:
-            continue
-        when = held[i, H_WHEN]
-        end = now_ms + when if held[i, H_RELATIVE] else max(now_ms + SOON_MS, when)
-        at = count
-        while at > 0 and ends[at - 1] > end:
-            ends[at], order[at] = ends[at - 1], order[at - 1]
-            at -= 1
-        ends[at], order[at] = end, i
-        count += 1
-    return count
-
-
-@njit(cache=True)
-def _free(row, held, first, last, sharing):
-    """What one holder had is free."""
-    row[CPU] += held[first, H_CPU]
-    row[MEMORY] += held[first, H_MEMORY]
-    i = first
-    while i == first or (i < last and not held[i, H_FIRST]):
-        n = held[i, H_GPU]
-        if n >= 0:
-            sharing[4 * n + held[i, H_BIT]] -= 1
-            if row[PIECES + 2 * GPUS + n] >= 0:
-                row[PIECES + n] += held[i, H_MIB]
-                row[PIECES + GPUS + n] += held[i, H_MILLI]
-                bits = 0
-                for bit in range(4):
-                    bits |= (sharing[4 * n + bit] > 0) << bit
-                row[PIECES + 2 * GPUS + n] = bits
-        i += 1
-
-
-@njit(cache=True)
-def _change(
-    row, held, first, last, now_ms, shape, build, compat, joins, most, skip, scratch, order, ends
-):  # fmt: skip
-    """See `coordinator.freeing.Change`."""
-    free, filled, sharing = scratch[:WIDTH], scratch[_FILLED:_SHARING], scratch[_SHARING:]
-    free[:] = row
-    sharing[:] = 0
-    for i in range(first, last):
-        if held[i, H_GPU] >= 0:
-            sharing[4 * held[i, H_GPU] + held[i, H_BIT]] += 1
-    holders = _in_order(held, first, last, now_ms, order, ends)
-    before = np.int64(-1)
-    for place in range(holders + 1):
-        if place:
-            _free(free, held, order[place - 1], last, sharing)
-        if place < skip:
-            continue
-        if most == 1:
-            count = np.int64(_how_many(free, shape, build, compat, joins, most))
-        else:
-            filled[:] = free
-            count = np.int64(_how_many(filled, shape, build, compat, joins, most))
-        if before < 0:
-            before = count
-        elif count != before:
-            return before, ends[place - 1], held[order[place - 1], H_BUSY], np.int64(place), count
-    return before, np.int64(NEVER_MS), np.int64(0), np.int64(holders), before
-
-
-@njit(cache=True)
-def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, joins, most, skip, longest):
-    """`_change` of one node of a known build."""
-    row = rows[node]
-    b = row[BUILD]
-    return _change(
-        row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b], joins[b],
-        most, skip, np.empty(SCRATCH, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64),
-    )  # fmt: skip
-
-
-@njit(cache=True)
-def changes(
-    rows, nodes, held, starts, lengths, now_ms, shape, builds, compat, labels, could, joins, most,
-    counts, ends, busy, usable, odd, longest,
-):  # fmt: skip
-    """Finds anew for these nodes whether the job could use them when empty, how many of its tasks they take, and
-    the first change of that. Returns (how many are left to the caller in `odd`, whether another node is usable now)."""
-    scratch = np.empty(SCRATCH, np.int64)
-    order, by = np.empty(longest, np.int64), np.empty(longest, np.int64)
-    left = 0
-    is_other = False
-    for node in nodes:
-        row = rows[node]
-        b = row[BUILD]
-        if b < 0:
-            odd[left] = node
-            left += 1
-            continue
-        is_usable = row[STATE] & (HELD - 1) == 0 and labels[node] and could[b]
-        is_other |= is_usable != usable[node]
-        usable[node] = is_usable
-        if is_usable:
-            counts[node], ends[node], busy[node], _, _ = _change(
-                row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
-                joins[b], most, 0, scratch, order, by,
-            )  # fmt: skip
-        else:
-            counts[node], ends[node], busy[node] = 0, NEVER_MS, 0
-    return left, is_other
-
-
-@njit(cache=True)
-def first_change(ends, busy, name_order):
-    """The node whose change comes first; ties by how busy it was, then by name. -1: nothing changes."""
-    best, best_end, best_busy = -1, np.int64(NEVER_MS), np.int64(0)
-    for node in range(len(ends)):
-        end = ends[node]
-        if end > best_end or end == NEVER_MS:
-            continue
-        if end == best_end and (
-            busy[node] > best_busy or (busy[node] == best_busy and name_order[node] > name_order[best])
-        ):
-            continue
-        best, best_end, best_busy = node, end, busy[node]
-    return best

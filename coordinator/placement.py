@@ -48,20 +48,21 @@ class Draft:
         rows: Mapping[str, Row] | None = None,
         ignore_state: bool = False,
         index: Index | None = None,
+        held: frozenset[str] = frozenset(),
     ) -> None:
         self.snapshot = snapshot
         self.worth = snapshot.worth
         self.views: Mapping[str, NodeView] = snapshot.nodes
         self._ignore_state = ignore_state
         self.changed: list[str] = []
-        self.held: frozenset[str] = frozenset()
+        self.held = held
         self._rows: dict[str, Row] = dict(rows or {})
         self._fits: dict[TaskShape, dict[Row, Fit | ReasonCode]] = {}
         self._searches: dict[tuple[TaskShape, Constraints], Search | IndexedSearch] = {}
         self._idle_in: Counter[Location] = Counter()
         self._index = index
         if index is not None:
-            index.sync(snapshot, rows)
+            index.sync(snapshot, rows, held)
             return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
@@ -77,10 +78,20 @@ class Draft:
         row = self._rows.get(node)
         return self.views[node].row if row is None else row
 
-    def beside(self, rows: Mapping[str, Row], purpose: str) -> Draft:
+    def beside(self, rows: Mapping[str, Row], purpose: str, held: frozenset[str] = frozenset()) -> Draft:
         """Another draft on the snapshot with these rows instead of its own. Of each purpose one is in use at a time."""
         index = None if self._index is None else self._index.beside(purpose)
-        return Draft(self.snapshot, rows, self._ignore_state, index)
+        return Draft(self.snapshot, rows, self._ignore_state, index, held)
+
+    def put(self, rows: Mapping[str, Row]) -> None:
+        """These rows stand for what is left of the nodes from now on."""
+        if self._index is not None:
+            self._index.put(rows)
+            return
+        for node, row in rows.items():
+            self._idle_in[self.views[node].location] += row.idle_gpus - self.row(node).idle_gpus
+            self._rows[node] = row
+            self.changed.append(node)
 
     def idle_gpus(self, node: str) -> int:
         return self.row(node).idle_gpus if self._index is None else self._index.idle_gpus(node)
@@ -318,6 +329,20 @@ class IndexedSearch:
     def fitting(self) -> list[str]:
         self._catch_up()
         return self._index.fitting(self._asked)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `together` can answer."""
+        self._catch_up()
+        return not self._index.is_odd_among(self._asked)
+
+    def together(self) -> tuple[Spot, ...] | None:
+        """All tasks of the kind as a gang, as `coordinator.gangs` places them."""
+        self._catch_up()
+        found = self._index.together(self._asked, self._task.count)
+        if found is None:
+            return None
+        return tuple(Spot(number, node, self._task, fit) for number, (node, fit) in enumerate(found))
 
     def refusals(self) -> Refusals:
         self._catch_up()

@@ -176,8 +176,11 @@ class Fronts:
         memory = compute = bits = 0
         for key, jobs in lines.items():
             entry = old.get(key)
-            if entry is None or entry[1].jobs is not jobs:
+            if entry is None:
                 entry = _entry(Line(key.shape, self.bit(key.shape), cards.needs(key.shape), jobs), 0)
+            elif entry[1].jobs is not jobs:
+                line = entry[1]
+                entry = _entry(Line(line.shape, line.bit, line.needs, jobs), 0)
             by_key[key] = entry
             line = entry[1]
             by_bit.setdefault(line.bit, []).append(entry)

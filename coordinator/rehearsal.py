@@ -21,12 +21,17 @@ from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.cycle import plan_cycle
 from coordinator.fairness import policy_from
+from coordinator.gangs import place
 from coordinator.index import Index
+from coordinator.kernels import GPUS
 from coordinator.market import keep_prices
 from coordinator.model import InventorySeen, Job, JobSeen, JobState, ReportSeen, Tenant, TenantSeen
-from coordinator.placement import Draft
+from coordinator.placement import Draft, Spot
 from coordinator.prices import FEWEST_JOBS, size_prices, with_market
 from coordinator.replica import Replica
+from coordinator.snapshot import shape_of
+from coordinator.soonest import Soonest
+from coordinator.usage import NO_LIMIT, Headroom
 from coordinator.worth import kind_of
 from jobspecs.spec import JobSpec, TaskSpec
 from vgpu.inventory import Gpu, Link, LinkLevel, NodeInventory, NodeReport
@@ -93,7 +98,10 @@ def _plan_for_a_made_up_cluster() -> None:
     for number, asked in enumerate(_ASKED):
         for count in (1, 2):
             task = TaskSpec(count=count, image="i", gpus=asked)
-            job = Job(f"{count}{number}", JobSpec("n", "t", (task,)), JobState.PENDING, 0, 0)
+            # A gang is placed by compiled code only where all of its nodes can be.
+            constraints = {"kind": "small"} if count > 1 else {}
+            spec = JobSpec("n", "t", (task,), constraints=constraints)
+            job = Job(f"{count}{number}", spec, JobState.PENDING, 0, 0)
             cluster.apply(JobSeen(job, 1), 0)
     kinds = Counter({kind_of(asked, 1000): FEWEST_JOBS for asked in _ASKED})
     for _ in ("without prices", "with prices"):
@@ -102,7 +110,24 @@ def _plan_for_a_made_up_cluster() -> None:
             plan.waiting[id]
         sizes = size_prices(kinds, _CARD_MIB)
         cluster.worth = with_market(sizes, kinds, *memo.market(sizes)) if sizes else None
-    Draft(cluster.snapshot(1), index=memo).hold(("a",))
+    draft = Draft(cluster.snapshot(1), index=memo)  # nothing of what the plans placed is in it
+    for job in cluster.waiting_jobs.values():
+        for headroom in (NO_LIMIT, Headroom(1, 1)):
+            place(draft, shape_of(job.spec), headroom)
+    memo.fitting_shapes([shape_of(job.spec) for job in cluster.waiting_jobs.values()])
+    _reserve(draft, list(cluster.waiting_jobs.values()))
+    draft.hold(("a",))
+
+
+def _reserve(draft: Draft, jobs: Sequence[Job]) -> None:
+    """What frees soonest for each job once all of them have taken what they could."""
+    taken: dict[str, list[tuple[Job, Spot]]] = {}
+    for job in jobs:
+        for spot in place(draft, shape_of(job.spec), NO_LIMIT) or ():
+            draft.take([spot])
+            taken.setdefault(spot.node, []).append((job, spot))
+    for job in jobs:
+        Soonest(draft, taken, shape_of(job.spec)).found()
 
 
 async def rehearse(replica: Replica, settings: Settings, clock_ms: Callable[[], int], memo: Index) -> None:
@@ -132,4 +157,5 @@ def _inventory(node: str, count: int) -> NodeInventory:
         for first in gpus
         for second in gpus[first.index + 1 :]
     )
-    return NodeInventory(node, node, "", gpus, links, 64_000, 512 * 1024)
+    labels = {"kind": "small" if count <= GPUS else "large"}
+    return NodeInventory(node, node, "", gpus, links, 64_000, 512 * 1024, labels)

@@ -3,6 +3,8 @@ reads."""
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,8 +83,21 @@ class Nodes:
         self.block_place = np.array([self.place[start] for start in self.block_starts[:-1]], np.int64)
         by_name = {name: order for order, name in enumerate(sorted(self.names))}
         self.name_order = np.array([by_name[name] for name in self.names], np.int64)
+        zones = {place.zone: number for number, place in reversed(list(enumerate(self.places)))}
+        tree = [(place, zones[self.places[place].zone]) for place in self.place]
+        self.tree = np.array(tree, np.int64).reshape(-1, 2)
+        costs = snapshot.settings.topology
+        self.tree_costs = np.array([costs.rack, costs.zone, costs.cluster], np.int64)
         # As the rows have them: an own list, since a number of a list is read many times faster.
         self.builds = [-1] * len(views)
+
+    @cached_property
+    def levels(self) -> list[Table]:
+        """The bounds of the domains of each level of the tree above a node: racks, zones, the cluster."""
+        ends = [len(self.views)]
+        racks = np.flatnonzero(np.diff(self.tree[:, 0], prepend=-1)).tolist()
+        zones = np.flatnonzero(np.diff(self.tree[:, 1], prepend=-1)).tolist()
+        return [np.array(starts + ends, np.int64) for starts in (racks, zones, [0])]
 
     def whole_ranks(self) -> list[int]:
         """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
@@ -125,15 +140,17 @@ def is_odd(build: NodeBuild) -> bool:
 
 
 def compat(task: TaskShape, build: NodeBuild) -> int:
-    """Which GPUs are of the model that is wanted, and beside which isolations the task can have a slice."""
+    """Which GPUs are of the model that is wanted (8 bits), beside which isolations the task can have a slice (16 bits),
+    and which one it would have there (2 bits each)."""
     request = task.gpus
     if not build.gpus:
         return 0
     match = sum(1 << n for n, gpu in enumerate(build.gpus) if matches_model(request, gpu))
     kind: Gpu = build.gpus[0]
     for sharing, names in enumerate(NAMES):
-        if not isinstance(isolation.choose(request, kind, build.isolations, names), Reason):
-            match |= 1 << (8 + sharing)
+        name = isolation.choose(request, kind, build.isolations, names)
+        if not isinstance(name, Reason):
+            match |= 1 << (8 + sharing) | (BITS[name].bit_length() - 1) << (24 + 2 * sharing)
     return match
 
 

@@ -10,7 +10,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import model
+from coordinator import gangs, model
 from coordinator.index import Index
 from coordinator.model import NodeAdmin
 from coordinator.placement import Draft, Spot, wait_reason
@@ -145,7 +145,63 @@ def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices,
         shaken(w, random, turn)
 
 
+def racks() -> World:
+    """Two zones with racks of three nodes of several builds, all of which the compiled rules know."""
+    w = World()
+    for number in range(14):
+        labels = {"rack": f"r{number // 3}", "zone": f"z{number // 9}"} if number < 13 else {}
+        if number % 4 == 3:
+            w.add(node(f"n{number:02}", gpus=4, groups=(), labels=labels, cpu=20_000, model="T4"))
+        else:
+            w.add(node(f"n{number:02}", labels=labels, cpu=8000 * (1 + number % 3)))
+    return w
+
+
+gang_shapes = st.builds(
+    lambda size, count, cpu: shape_of(spec(count=count, cpu=cpu, **size)),
+    sizes,
+    st.integers(2, 7),
+    st.sampled_from([0, 1000, 1000, 9000]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(gang_shapes, min_size=2, max_size=6),
+    st.lists(shapes, max_size=2),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_gang_goes_where_the_plain_rules_put_it_property(gangs_asked, asked, with_prices, random: Random):
+    w, index = racks(), Index()
+    worth = prices(gangs_asked + asked) if with_prices else None
+    for _ in range(2):
+        snapshot = evolve(w.cluster.snapshot(w.now_ms), worth=worth)
+        kept, plain = Draft(snapshot, index=index), Draft(snapshot)
+        for _ in range(14):
+            shape = random.choice(gangs_asked + asked)
+            found, expected = (gangs.place(draft, shape, NO_LIMIT) for draft in (kept, plain))
+            assert _where(found) == _where(expected)
+            if expected is not None and found is not None:
+                count = len({spot.node for spot in expected})
+                SEEN["gang in a node" if count == 1 else "gang over nodes"] += shape.task_count > 1
+                SEEN["gang over racks"] += len({kept.views[s.node].location.rack for s in expected}) > 1
+                kept.take(found)
+                plain.take(expected)
+            else:
+                SEEN["gang refused"] += 1
+        w.see(model.AdminSeen(NodeAdmin(random.choice(sorted(snapshot.nodes)), cordoned=True)))
+
+
+def _where(spots: tuple[Spot, ...] | None) -> object:
+    if spots is None:
+        return None
+    return [(s.number, s.node, s.found.gpus, s.found.isolations, s.found.cost, s.found.use) for s in spots]
+
+
 def test_the_property_above_was_not_vacuous():
     if not SEEN:
         pytest.skip("the property did not run")
-    assert all(SEEN[name] > 0 for name in ("placed", "refused", "priced", "odd", "held", "allocation")), SEEN
+    wanted = "placed", "refused", "priced", "odd", "held", "allocation"
+    wanted += "gang in a node", "gang over nodes", "gang over racks", "gang refused"
+    assert all(SEEN[name] > 0 for name in wanted), SEEN
