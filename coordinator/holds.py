@@ -29,23 +29,21 @@ from coordinator.gangs import NO_LIMIT, place
 from coordinator.lifecycle import REFUSED_SECONDS
 from coordinator.model import Job, TaskPlacement
 from coordinator.nodes import OTHER_THAN, Piece, Row
-from coordinator.placement import Draft, Spot, wait_reason
+from coordinator.placement import Draft, Spot
 from coordinator.queues import is_overdue
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.soonest import Soonest
 from coordinator.usage import Headroom
-from vgpu.reasons import Reason
 
 
 @frozen
 class Reservation:
     """`due_ms`: when the job starts at the latest, unless something outlives its time; None where nobody knows.
-    `reason`: why it does not fit now. `is_overdue`: it has waited beyond the bounded wait."""
+    `is_overdue`: it has waited beyond the bounded wait."""
 
     job: Job
     tasks: tuple[TaskPlacement, ...]
     due_ms: int | None
-    reason: Reason
     is_overdue: bool
 
     @property
@@ -172,6 +170,7 @@ class Room:
             for spot in touched:
                 self._later[spot.node] = after(spot.task, self._later[spot.node], spot.found)
         if touched and (is_back or self.stops_borrowing):
+            self._rest.put({spot.node: self.draft.row(spot.node) for spot in spots})
             self._look_again()  # it may stand on what is reserved
         else:
             self._rest.take(spots)
@@ -193,13 +192,11 @@ class Room:
             job,
             self.draft.placements(spots),
             None if due_ms >= UNKNOWN_MS else due_ms,
-            wait_reason(shape, self.draft),
             self.is_late(job),
         )
         self._look_again()
         if self.stops_borrowing and soonest.leaves_nodes_open:
-            self._elsewhere = self._copy({}, "elsewhere")
-            self._elsewhere.hold(soonest.usable)
+            self._elsewhere = self._copy({}, "elsewhere", soonest.usable)
         return True
 
     def _could_take(self, row: Row, task: TaskShape) -> int:
@@ -210,14 +207,16 @@ class Room:
         return number
 
     def _look_again(self) -> None:
+        """What is left beside the reserved job, as it is now."""
         rows = {name: _lesser(self.draft.row(name), later) for name, later in self._later.items()}
-        refused = self._refused.pop(self._rest, set()) if self._rest is not None else set()
-        self._rest = self._copy(rows, "rest")
-        self._refused[self._rest] |= refused
+        if self._rest is None:
+            self._rest = self._copy(rows, "rest")
+        else:
+            self._rest.put(rows)
 
-    def _copy(self, rows: dict[str, Row], purpose: str) -> Draft:
+    def _copy(self, rows: dict[str, Row], purpose: str, held: frozenset[str] = frozenset()) -> Draft:
         changed = {node: self.draft.row(node) for node in self._taken}
-        draft = self.draft.beside(changed | rows, purpose)
+        draft = self.draft.beside(changed | rows, purpose, held)
         self._refused[draft] = set()
         return draft
 

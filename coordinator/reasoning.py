@@ -60,7 +60,10 @@ class Waiting(Mapping[str, Reason]):
             return never
         reservation = self._room.reservation
         if reservation is not None and id == reservation.job.id:
-            numbers = {**reservation.reason.numbers, **waits_for(reservation, self._snapshot)}
+            numbers = {
+                **wait_reason(shape, self._room.draft).numbers,
+                **waits_for(reservation, self._snapshot),
+            }
             return Reason(ReasonCode.RESERVED, numbers, tuple(sorted(reservation.nodes)))
         if not is_ready(job, self._snapshot.now_ms):
             left_ms = job.not_before_ms - self._snapshot.now_ms

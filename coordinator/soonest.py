@@ -147,8 +147,7 @@ class Soonest:
             nodes = self.usable if self._answers is None else self._answers.free_by(limit)
             self._rows[limit] = {node: self._holdings.row(node, limit) for node in nodes}
         changed = {node: self._draft.row(node) for node in self._holdings.taken}
-        later = self._draft.beside(changed | self._rows[limit], "later")
-        later.hold(spared)
+        later = self._draft.beside(changed | self._rows[limit], "later", frozenset(spared))
         spots = place(later, self._shape, NO_LIMIT)
         return (
             None if spots is None else (spots, limit[0], {spot.node: later.row(spot.node) for spot in spots})
