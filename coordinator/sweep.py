@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from coordinator.commit import Committer
 from coordinator.config import Settings
@@ -70,8 +71,10 @@ class Sweep:
         self._heads: list[tuple[int, int]] = []  # (at_ms, revision), oldest first
         self._done: deque[str] = deque()  # keys of ended jobs, some of which may have gone by other ways
 
-    async def run(self) -> None:
-        chores = (
+    @property
+    def chores(self) -> Sequence[tuple[int, Callable[[], Awaitable[None]]]]:
+        """Each with its period in seconds."""
+        return (
             (ROUND_SECONDS, self.orphans),
             (ROUND_SECONDS, self.stale_records),
             (ROUND_SECONDS, self.excess),
@@ -80,11 +83,12 @@ class Sweep:
             (SLOW_ROUND_SECONDS, self.retention),
             (self._settings.compact_every_seconds, self.compaction),
         )
+
+    async def run(self) -> None:
+        chores = self.chores
         loop = asyncio.get_running_loop()
         due_at = [loop.time() + FIRST_ROUND_SECONDS] * len(chores)
-        stop_listening = self._replica.listen(self._on_change, lambda revision: self._find_done())
-        try:
-            self._find_done()
+        with self.counting_done():
             while True:
                 number = due_at.index(min(due_at))
                 await asyncio.sleep(max(0.0, due_at[number] - loop.time()))
@@ -94,6 +98,14 @@ class Sweep:
                 except (StoreUnavailable, EngineUnavailable) as error:
                     log.warning("sweep put off: %s", error)
                 due_at[number] = loop.time() + period_seconds
+
+    @contextmanager
+    def counting_done(self) -> Iterator[None]:
+        """Meanwhile `excess` knows what has ended."""
+        stop_listening = self._replica.listen(self._on_change, lambda revision: self._find_done())
+        try:
+            self._find_done()
+            yield
         finally:
             stop_listening()
 
