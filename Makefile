@@ -36,7 +36,7 @@ check: lint  ## lint and the quick tests: what to run before each commit
 bench-%: $(READY)  ## one benchmark, such as bench-packing or bench-core; its options are variables, see tests/benchmarks/NAME.py
 	$(BIN)/python -m tests.benchmarks.$*
 
-bench: bench-packing bench-core bench-fairness bench-e2e  ## all of them; each writes build/bench/NAME.json
+bench: bench-packing bench-links bench-core bench-fairness bench-e2e  ## all of them; each writes build/bench/NAME.json
 
 bench-fairness: $(READY)  ## what tenants are owed and get, on public traces; TRACES=FOLDER takes all three (tests/benchmarks/data/README.md)
 	$(BIN)/python -m tests.benchmarks.fairness $(if $(TRACES),--traces $(TRACES))
