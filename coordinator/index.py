@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_not
 
 import numpy as np
 from attrs import frozen
@@ -131,20 +130,23 @@ class Index:
         """Reads anew the nodes that changed, and those that a draft did, unless they get another row now anyway; False
         where so much changed that all must be read."""
         assert self._snapshot is not None
-        if len(snapshot.nodes) != len(self._views) or snapshot.settings is not self._snapshot.settings:
+        nodes, changed = self._nodes, []
+        if len(snapshot.nodes) != len(nodes.views) or snapshot.settings is not self._snapshot.settings:
             return False
-        views = list(snapshot.nodes.values())
-        changed = [n for n, is_new in enumerate(map(is_not, views, self._views)) if is_new]
-        for n in changed:
-            old, new = self._views[n], views[n]
-            if old.name != new.name or old.location != new.location:
+        names = snapshot.changed_nodes(self._snapshot)
+        for name in snapshot.nodes if names is None else names:
+            view, number = snapshot.nodes.get(name), nodes.number.get(name, -1)
+            if view is None or number < 0:
                 return False
-            if old.row.build is not new.row.build and old.row.build != new.row.build:
+            old = nodes.views[number]
+            if view is old:
+                continue
+            is_same_build = view.row.build is old.row.build or view.row.build == old.row.build
+            if view.location != old.location or not is_same_build:
                 return False
-        for n in changed:
-            view = self._views[n] = views[n]
-            number = self._nodes.number[view.name]
-            self._nodes.views[number] = view
+            changed.append((number, view))
+        for number, view in changed:
+            nodes.views[number] = view
             self._touched.discard(number)
             self._read(number, view)
         self._touched.difference_update([self._nodes.number[name] for name in rows])
@@ -162,7 +164,6 @@ class Index:
 
     def _rebuild(self, snapshot: Snapshot) -> None:
         self._nodes = nodes = Nodes(snapshot)
-        self._views = list(snapshot.nodes.values())
         self._touched.clear()
         self._held = frozenset()
         self._python_rows.clear()
