@@ -12,7 +12,6 @@ the newest one seen of the same job is ignored (LK-7).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -22,6 +21,7 @@ from coordinator.lines import WaitingLines
 from coordinator.machines import Machines
 from coordinator.mix import JobMix
 from coordinator.model import Job, Task, Tenant, UsageHour
+from coordinator.moments import Moments
 from coordinator.shared import Shared
 from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, Snapshot
@@ -30,8 +30,6 @@ from coordinator.worth import Worth
 from vgpu.inventory import NodeInventory
 
 __all__ = ["Cluster", "Snapshot"]
-
-MOMENTS_PER_JOB = 8
 
 
 class Cluster:
@@ -56,7 +54,7 @@ class Cluster:
         self._withdrawn: Shared[str, int] = Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
-        self._due: list[tuple[int, str]] = []
+        self._moments = Moments()
         self._news = 0
         # What tenants submit, and the prices made of it, which whoever plans sets between two cycles.
         self.mix = JobMix()
@@ -102,7 +100,7 @@ class Cluster:
     @property
     def due_ms(self) -> int | None:
         """When to look again though nothing came: at the latest when time alone changes something about a job."""
-        return self._due[0][0] if self._due else None
+        return self._moments.next_ms
 
     def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The usage records that have changed since the last call, for the leader to write."""
@@ -203,6 +201,7 @@ class Cluster:
             key = self._lines.remove(waited)
             self._shares.want(waited.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
+        self._moments.set(id, None)
         lived = self._jobs.pop(id)
         if lived is not None:
             self._news += 1
@@ -214,12 +213,16 @@ class Cluster:
         self._waiting[job.id] = job
         key = self._lines.add(job)
         self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
-        waited_ms = job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds
-        heapq.heappush(self._due, (waited_ms, job.id))
+        self._moments.set(job.id, min(self._waits_until(job)))
+
+    def _waits_until(self, job: Job) -> list[int]:
+        """When a cycle may decide otherwise about a waiting job."""
+        moments = [job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds]
         if job.not_before_ms:
-            heapq.heappush(self._due, (job.not_before_ms, job.id))
+            moments.append(job.not_before_ms)
         if job.refused_by:
-            heapq.heappush(self._due, (job.queued_at_ms + 1000 * REFUSED_SECONDS, job.id))
+            moments.append(job.queued_at_ms + 1000 * REFUSED_SECONDS)
+        return moments
 
     def _hold(self, job: Job, now_ms: int) -> None:
         assert job.allocation is not None
@@ -261,9 +264,7 @@ class Cluster:
         if is_restless(job, tasks):
             self._restless.add(job.id)
             self._news += 1
-        due = due_ms(job, tasks, self._settings)
-        if due is not None:
-            heapq.heappush(self._due, (due, job.id))
+        self._moments.set(job.id, due_ms(job, tasks, self._settings))
 
     def _task_seen(self, event: model.TaskSeen, now_ms: int) -> None:
         task = event.task
@@ -329,35 +330,22 @@ class Cluster:
                 start_ms = max(job.allocation.allocated_at_ms, until.get(job.tenant, 0))
                 self._ledger.change(job.tenant, start_ms, use)
 
-    def _is_here(self, id: str) -> bool:
-        return id in self._jobs.now or id in self._waiting.now
-
     def _next_due(self, now_ms: int) -> int | None:
-        """The next moment that concerns a job which is still there. What is due now is looked at in this snapshot."""
-        here = len(self._jobs.now) + len(self._waiting.now)
-        if len(self._due) > MOMENTS_PER_JOB * here + 1_000:
-            # Most jobs go long before their bounded wait or launch deadline comes; their moments must not pile up.
-            self._due = [moment for moment in self._due if self._is_here(moment[1])]
-            heapq.heapify(self._due)
-        while self._due:
-            at_ms, id = self._due[0]
-            if not self._is_here(id):
-                heapq.heappop(self._due)
-            elif at_ms > now_ms:
-                return at_ms
-            else:
-                heapq.heappop(self._due)
-                job = self._jobs.now.get(id)
-                if job is None:
-                    self._news += 1
-                    continue
-                again_ms = due_ms(job, self.tasks_of(id, job.attempt), self._settings)
-                if again_ms is not None and again_ms > now_ms:
-                    heapq.heappush(self._due, (again_ms, id))
-                elif again_ms is not None:
+        """The next moment that concerns a job. What is due now is looked at in this snapshot."""
+        while (id := self._moments.pop(now_ms)) is not None:
+            live, waiting = self._jobs.now.get(id), self._waiting.now.get(id)
+            if waiting is not None:
+                self._news += 1
+                later = [at_ms for at_ms in self._waits_until(waiting) if at_ms > now_ms]
+                self._moments.set(id, min(later, default=None))
+            elif live is not None:
+                again_ms = due_ms(live, self.tasks_of(id, live.attempt), self._settings)
+                if again_ms is None or again_ms > now_ms:
+                    self._moments.set(id, again_ms)
+                else:
                     self._restless.add(id)
                     self._news += 1
-        return None
+        return self._moments.next_ms
 
 
 _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {

@@ -75,7 +75,7 @@ class Machines:
         self._views: dict[str, NodeView] = {}
         self._changed_views: list[str] = []
         self._log = ViewLog(MappingProxyType(self._views), self._changed_views, 0)
-        self._claims: dict[str, set[str]] = {}
+        self._claims: dict[str, tuple[str, ...]] = {}  # GPU -> the nodes that have it
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
         # GPUs of all nodes that are not given up, as of the last views
@@ -220,11 +220,15 @@ class Machines:
         before = {gpu.uuid for gpu in machine.inventory.gpus} if machine.inventory else set()
         after = {gpu.uuid for gpu in inventory.gpus} if inventory else set()
         for uuid in before - after:
-            self._claims[uuid].discard(node)
+            self._claims[uuid] = tuple([name for name in self._claims[uuid] if name != node])
             self._mark(self._claims[uuid])
+            if not self._claims[uuid]:
+                del self._claims[uuid]
+        alone = (node,)
         for uuid in after - before:
-            self._claims.setdefault(uuid, set()).add(node)
-            self._mark(self._claims[uuid])
+            others = self._claims.get(uuid)
+            self._claims[uuid] = (*others, node) if others else alone
+            self._mark(others or ())
         machine.inventory = inventory
         machine.build = NodeBuild()
         if inventory is not None:

@@ -196,13 +196,18 @@ def _gpu_view(
         used_milli += holding.piece.compute_milli
     return GpuView(
         gpu=gpu,
-        memory_free_mib=0 if closed else max(0, gpu.memory_mib - used_mib),
-        compute_free_milli=0 if closed else max(0, gpu.compute_milli - used_milli),
+        memory_free_mib=0 if closed else _left(gpu.memory_mib, used_mib),
+        compute_free_milli=0 if closed else _left(gpu.compute_milli, used_milli),
         holdings=holdings,
         foreign_memory_mib=foreign_mib,
         closed=closed,
         report=report,
     )
+
+
+def _left(whole: int, used: int) -> int:
+    """The very number of the whole where nothing is used: most of a large cluster's memory would be copies of it."""
+    return max(0, whole - used) if used else whole
 
 
 def _why_closed(
