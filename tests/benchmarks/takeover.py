@@ -95,7 +95,7 @@ async def lead(url: str, warm: bool) -> dict[str, float]:
     term = await campaign(store, settings, "bench", clock_ms)
     won_at = time.monotonic()
     leading = asyncio.create_task(
-        serve_term(term, store, replica, AgentEngine(no_endpoint), settings, clock_ms)
+        serve_term(term, store, replica, AgentEngine(no_endpoint), settings, clock_ms, memo=memo)
     )
     await asyncio.wait({store.at, leading}, return_when=asyncio.FIRST_COMPLETED)
     committed_at = store.at.result()
