@@ -19,6 +19,8 @@ from coordinator.snapshot import TaskShape
 
 # What jobs took in this cycle, by node.
 Taken = Mapping[str, Sequence[tuple[Job, Spot]]]
+# (spots, when all of them are free, the rows of their nodes then).
+Found = tuple[tuple[Spot, ...], int, dict[str, Row]]
 
 
 class Held(NamedTuple):

@@ -8,7 +8,7 @@ number for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from coordinator import freeing_kernels as f
 from coordinator import kernels as k
 from coordinator.fit import Fit
-from coordinator.freeing import Change, Holder, Holdings, Lease
+from coordinator.freeing import Change, Found, Holder, Holdings, Lease
 from coordinator.index import Index
 from coordinator.nodes import Constraints
 from coordinator.placement import Draft
@@ -41,6 +41,7 @@ class _Kept:
         self.exact, self.usable, self.outside = (np.zeros(nodes, np.bool_) for _ in range(3))
         self.position = -1
         self.names: frozenset[str] | None = None
+        self.found: tuple[object, Found] | None = None
 
 
 class Memo:
@@ -83,6 +84,7 @@ class Memo:
         # The first end there: one of those that are known, or so long from now; and how busy it is at least.
         self.absolute, self.relative = (np.full(count, f.NEVER_MS, np.int64) for _ in range(2))
         self.least_busy = np.zeros(count, np.int64)
+        self.entered = np.zeros(count, np.int64)  # how often it was
         self._of_build = {view.row.build: view for view in index._nodes.views}
         self._taken.clear()
         self._log.clear()
@@ -90,6 +92,7 @@ class Memo:
         index.reread = set(range(count))
 
     def _enter(self, n: int, leases: Sequence[Lease], is_odd: bool) -> None:
+        self.entered[n] += 1
         absolute = [lease.when_ms for lease in leases if not lease.is_relative]
         relative = [lease.when_ms for lease in leases if lease.is_relative]
         self.absolute[n] = min(absolute, default=f.NEVER_MS)
@@ -225,6 +228,20 @@ class Answers:
             coming[n] = self._change(n, change.place)
             ends[n], busy[n] = coming[n].end_ms, coming[n].busy_milli
         return None
+
+    def single(self, find: Callable[[Holder], Found]) -> Found | None:
+        """What `find` finds for the last holder of one task; the former answer while what it depends on is the same."""
+        kept, memo = self._kept, self._memo
+        n = self._first(kept.ends, kept.busy, kept.exact)
+        if n < 0:
+            return None
+        basis = n, int(memo.entered[n]), int(kept.ends[n]), self._holdings.draft.worth
+        moves = memo.absolute[n] < memo.now_ms + f.SOON_MS or memo.relative[n] != f.NEVER_MS
+        if moves or kept.found is None or kept.found[0] != basis:
+            last = self._holdings.holders(self._index._nodes.names[n])[self._change(n).place - 1]
+            kept.found = basis, find(last)
+        spots, end_ms, rows = kept.found[1]
+        return spots, end_ms, dict(rows)
 
     def _first(self, ends: Table, busy: Table, exact: NDArray[np.bool_]) -> int:
         """The node with the first change that these know of; -1 for none. They know more afterwards."""

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.fit import Fit
-from coordinator.freeing import Holder, Holdings, Lease, Taken, all_by, freed
+from coordinator.freeing import Found, Holder, Holdings, Lease, Taken, all_by, freed
 from coordinator.freeing_kernels import UNKNOWN_MS
 from coordinator.freeing_memo import Answers, memo_of
 from coordinator.gangs import place
@@ -18,9 +18,6 @@ from coordinator.nodes import NodeBuild, Row
 from coordinator.placement import Draft, Spot
 from coordinator.snapshot import Shape, TaskShape
 from coordinator.usage import NO_LIMIT
-
-# (spots, when all of them are free, the rows of their nodes then).
-Found = tuple[tuple[Spot, ...], int, dict[str, Row]]
 
 
 class Soonest:
@@ -72,10 +69,16 @@ class Soonest:
             return None
         if len(self._tasks) > 1:
             return self._by_halving()
-        last = self._last_of_all() if self._answers is None else self._answers.last_holder()
+        [task] = self._tasks
+        if self._answers is None:
+            last = self._last_of_all()
+        elif task.count == 1:
+            return self._answers.single(lambda last: self._single(task, last))
+        else:
+            last = self._answers.last_holder()
         if last is None:
             return None
-        return self._gang(last) if self._tasks[0].count > 1 else self._single(self._tasks[0], last)
+        return self._gang(last) if task.count > 1 else self._single(task, last)
 
     def _fits(self, row: Row) -> bool:
         return any(isinstance(self._draft.fit(task, row), Fit) for task in self._tasks)
