@@ -81,6 +81,7 @@ class Memo:
         self.held = np.zeros((8 * count + 64, f.H_WIDTH), np.int64)
         self.starts, self.lengths, self._room = (np.zeros(count, np.int64) for _ in range(3))
         self._used, self.longest = 0, 1
+        self._next_ms, self._stopping = f.NEVER_MS, 0  # no fixed end is sooner; nodes with another
         # The first end there: one of those that are known, or so long from now; and how busy it is at least.
         self.absolute, self.relative = (np.full(count, f.NEVER_MS, np.int64) for _ in range(2))
         self.least_busy = np.zeros(count, np.int64)
@@ -93,10 +94,13 @@ class Memo:
 
     def _enter(self, n: int, leases: Sequence[Lease], is_odd: bool) -> None:
         self.entered[n] += 1
+        self._stopping -= bool(self.relative[n] != f.NEVER_MS)
         absolute = [lease.when_ms for lease in leases if not lease.is_relative]
         relative = [lease.when_ms for lease in leases if lease.is_relative]
         self.absolute[n] = min(absolute, default=f.NEVER_MS)
         self.relative[n] = min(relative, default=f.NEVER_MS)
+        self._next_ms = min(self._next_ms, int(self.absolute[n]))
+        self._stopping += bool(relative)
         self.least_busy[n] = min((lease.busy_milli for lease in leases), default=0)
         lines: list[tuple[int, ...]] = []
         for lease in () if is_odd else leases:
@@ -134,8 +138,17 @@ class Memo:
         elif kept.position < len(self._log):
             answers.look(np.array(self._log[kept.position :], np.int64))
         kept.position = len(self._log)
-        kept.exact &= (self.absolute >= self.now_ms + f.SOON_MS) & (self.relative == f.NEVER_MS)
+        if self._moves:
+            kept.exact &= (self.absolute >= self.now_ms + f.SOON_MS) & (self.relative == f.NEVER_MS)
         return answers
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the end of a holder moves with the time: its job is past its limit, or was asked to stop."""
+        soon_ms = self.now_ms + f.SOON_MS
+        if self._next_ms < soon_ms:
+            self._next_ms = int(self.absolute.min())
+        return self._next_ms < soon_ms or self._stopping > 0
 
     def _new(self, index: Index, draft: Draft, task: TaskShape) -> _Kept:
         """With what is known by build: whether an empty node of it takes the task, and the isolation that a slice gets

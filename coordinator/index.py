@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 
 import numpy as np
 from attrs import frozen
@@ -117,8 +118,19 @@ class Index:
     def beside(self, purpose: str) -> Index:
         """An index for another draft of the same cycle, kept for the same purpose in the next one."""
         if purpose not in self._others:
-            self._others[purpose] = Index()
+            self._others[purpose] = self._twin()
         return self._others[purpose]
+
+    def _twin(self) -> Index:
+        """One that knows the same: reading all nodes again would take a hundred times as long."""
+        twin = Index.__new__(Index)
+        for name, value in vars(self).items():
+            is_changed = isinstance(value, np.ndarray | dict | list | set)
+            setattr(twin, name, value.copy() if is_changed else value)
+        twin._others = {}
+        twin._nodes = copy(self._nodes)
+        twin._nodes.views, twin._nodes.builds = self._nodes.views.copy(), self._nodes.builds.copy()
+        return twin
 
     def price(self, worth: Worth | None) -> None:
         """New prices change every answer."""
@@ -164,6 +176,7 @@ class Index:
 
     def _rebuild(self, snapshot: Snapshot) -> None:
         self._nodes = nodes = Nodes(snapshot)
+        self._others.clear()
         self._touched.clear()
         self._held = frozenset()
         self._python_rows.clear()
