@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from attrs import evolve
 
@@ -121,11 +123,15 @@ class Waiting(Mapping[str, Reason]):
 
     def _behind(self, job: Job) -> Reason:
         """It fits, and a tenant or a job before it is not done yet: the cycle was full."""
-        placed = [self._snapshot.waiting_jobs[id] for id in self._placed]
-        own = sum(1 for other in placed if other.tenant == job.tenant)
+        own = self._placed_of[job.tenant]
         if own:
             return Reason(ReasonCode.BEHIND_OWN_JOBS, {"placed_before": own}, (job.tenant,))
-        return Reason(ReasonCode.BEHIND_OTHER_TENANTS, {"placed_before": len(placed)})
+        return Reason(ReasonCode.BEHIND_OTHER_TENANTS, {"placed_before": len(self._placed)})
+
+    @cached_property
+    def _placed_of(self) -> Counter[str]:
+        """By tenant."""
+        return Counter(self._snapshot.waiting_jobs[id].tenant for id in self._placed)
 
 
 def why_never(spec: JobSpec, snapshot: Snapshot) -> Reason | None:

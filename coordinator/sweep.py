@@ -44,6 +44,7 @@ FIRST_ROUND_SECONDS = 1  # the first cycles of a term go first
 ROUND_SECONDS = 10
 SLOW_ROUND_SECONDS = 60
 PAGE = 500
+KEYS_AT_ONCE = 1_000
 DELETIONS_PER_TRANSACTION = 100
 
 
@@ -126,10 +127,15 @@ class Sweep:
         replica may be between the two."""
         live = {(job.id, job.attempt) for job in self._replica.cluster.live_jobs.values()}
         keys = self._replica.key_values
-        stale = {key for key in keys if key.startswith((GRANTS, TASKS)) and attempt_of(key) not in live}
+        stale = set()
+        for number, key in enumerate([key for key in keys if key.startswith((GRANTS, TASKS))]):
+            if number % KEYS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # a cycle may be due
+            if attempt_of(key) not in live:
+                stale.add(key)
         twice = sorted(stale & self._stale_seen)
         self._stale_seen = stale
-        await self._delete([keys[key] for key in twice])
+        await self._delete([keys[key] for key in twice if key in keys])
 
     async def usage(self) -> None:
         hours = self._replica.cluster.usage_hours(self._clock_ms())
