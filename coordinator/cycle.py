@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from coordinator import gangs
-from coordinator.fairness import Entitlement, Policy, Standings
+from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot
@@ -74,6 +74,7 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
     cycle takes and nothing else. The plan's reasons must be read before the memo serves the next cycle."""
     cycle = _Cycle(snapshot, policy, memo)
     if policy.owed_first:
+        cycle.serve_the_starved()
         cycle.serve_those_who_are_owed()
     else:
         cycle.serve_the_longest_waiting()
@@ -98,6 +99,7 @@ class _Cycle:
         self.open = ALL_SHAPES
         self.refusals = 0
         self.placements: list[Placement] = []
+        self.starving: dict[str, set[str]] = {}
 
     def serve_those_who_are_owed(self) -> None:
         """Until one of them does not fit: that one has the reservation, where it may have one."""
@@ -115,9 +117,19 @@ class _Cycle:
                     self.room.reserve(line.shape, job)
                 self._refuse(line, job)
 
+    def serve_the_starved(self) -> None:
+        """Of the starved jobs whose tenants hold no more than their share, the one that has waited longest goes ahead of
+        everybody, or has the reservation: so a wait has an end, whatever the other tenants and its own submit (QF-3)."""
+        for line, job in self._waited_too_long(STARVED_AFTER):
+            self.starving.setdefault(job.tenant, set()).add(job.id)
+            if self.room.reservation is not None or not self._is_owed(line, job):
+                continue
+            if not self._serve(line, job, self.room.draft) and self.room.is_refused(line.shape):
+                self.room.reserve(line.shape, job)
+
     def serve_the_longest_waiting(self) -> None:
         """It goes ahead of everybody, or has the reservation. Only one: a cluster full of them would serve nobody."""
-        for line, job in self._waited_too_long():
+        for line, job in self._waited_too_long(1):
             if self._serve(line, job, self.room.draft):
                 return
             if self.room.is_refused(line.shape) and self.room.reserve(line.shape, job):
@@ -146,7 +158,7 @@ class _Cycle:
         """Places the job whole or not at all, and charges its tenant at once."""
         tenant = job.tenant
         headroom = self.standings.headroom(tenant)
-        if not headroom.allows(line.needs.use):
+        if not headroom.allows(line.needs.use) or self._starves_its_own(line, job):
             return False
         spots = self.room.spots_of(job, line.shape, headroom, draft)
         if spots is None:
@@ -180,6 +192,9 @@ class _Cycle:
             self._queue(tenant).refuse()
         else:
             self._queue(tenant).pass_over(self._ends_in_time)
+
+    def _oldest_ms(self, tenant: str) -> int:
+        return self.cards.fronts.of(tenant, self.snapshot.lines[tenant], self.cards).oldest_ms
 
     def _queue(self, tenant: str) -> TenantQueue:
         known = self.queues.get(tenant)
@@ -219,13 +234,23 @@ class _Cycle:
         at_ms = self.snapshot.withdrawn.get(tenant)
         return at_ms is not None and self.snapshot.now_ms - at_ms < 1000 * self.policy.withdrawal_seconds
 
-    def _waited_too_long(self) -> Iterator[tuple[Line, Job]]:
-        """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: overdue,
-        allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7)."""
+    def _starves_its_own(self, line: Line, job: Job) -> bool:
+        """A starved job is owed as long as its tenant holds no more than its share; nothing else of it may go beyond."""
+        starving = self.starving.get(job.tenant)
+        if not starving or job.id in starving:
+            return False
+        held = self.standings.held(job.tenant).memory
+        return held + line.needs.memory_mib > self.entitlement.share_mib(job.tenant)
+
+    def _waited_too_long(self, times: int) -> Iterator[tuple[Line, Job]]:
+        """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: having
+        waited for so many times the bounded wait, allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7)."""
+        seconds = times * self.policy.max_wait_seconds
         late: Iterable[tuple[Shape, Job]] = (
             (shape, job)
             for tenant in self.snapshot.lines
-            for shape, job in overdue(self.snapshot, tenant, self.policy.max_wait_seconds)
+            if self._oldest_ms(tenant) <= self.snapshot.now_ms - 1000 * seconds
+            for shape, job in overdue(self.snapshot, tenant, seconds)
             if self.standings.headroom(tenant).allows(self.cards.needs(shape).use)
         )
         seen: set[Shape] = set()

@@ -314,7 +314,11 @@ class PolicyRules:
         return [cls for *_, tenant in turns for cls in self._inside(pool, tenant)]
 
     def head(self, pool: Pool, order: Sequence[Class]) -> Class | None:
-        """The first job of the first tenant that is owed it."""
+        """The job that is starved longest, of a tenant not above its share; else the first of the first tenant that is
+        owed it."""
+        starved = [cls for cls in order if self._is_starved(pool, cls) and self.may_pass(pool, cls)]
+        if starved:
+            return min(starved, key=pool.oldest)
         seen: set[int] = set()
         for cls in order:
             if cls[0] in seen:
@@ -327,8 +331,11 @@ class PolicyRules:
 
     def may_pass(self, pool: Pool, cls: Class) -> bool:
         tenant, size = cls[0], MILLI * pool.sizes[cls[1]]
-        is_starved = pool.now_ms - pool.oldest(cls) >= STARVED_AFTER * self.max_wait_ms
-        return self._policy.is_owed(MILLI * pool.held[tenant], size, pool.shares_milli[tenant], is_starved)
+        share = pool.shares_milli[tenant]
+        return self._policy.is_owed(MILLI * pool.held[tenant], size, share, self._is_starved(pool, cls))
+
+    def _is_starved(self, pool: Pool, cls: Class) -> bool:
+        return pool.now_ms - pool.oldest(cls) >= STARVED_AFTER * self.max_wait_ms
 
     def _inside(self, pool: Pool, tenant: int) -> list[Class]:
         """Who waited too long first, by age; then the smallest."""
