@@ -136,6 +136,7 @@ class Cluster:
             withdrawn=self._withdrawn.lend(),
             restless=frozenset(self._restless | lost_jobs),
             unreadable=self._machines.unreadable_keys,
+            silent_together=self._machines.silent_together,
             next_due_ms=min((t for t in (next_due_ms, node_due_ms) if t is not None), default=None),
         )
 

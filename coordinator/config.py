@@ -32,7 +32,9 @@ class FairnessSettings:
 
 @frozen
 class Settings:
-    """Timing rule: keep_alive_seconds * 2 < lease_seconds, and report_seconds * 2 < node_lease_seconds <= lost_seconds."""
+    """Timing rule: keep_alive_seconds * 2 < lease_seconds, and report_seconds * 2 < node_lease_seconds <= lost_seconds.
+    While more than `mass_silence_percent` of the nodes are silent together, none of them is given up, for at most
+    `mass_silence_hold_seconds` (`coordinator.silence`); 0 seconds or 100 percent turn that off."""
 
     cluster: str = "serai"
     engine: str = "agent"  # agent | nomad
@@ -41,6 +43,8 @@ class Settings:
     report_seconds: int = 10
     node_lease_seconds: int = 30
     lost_seconds: int = 600
+    mass_silence_percent: int = 50
+    mass_silence_hold_seconds: int = 3600
     launch_deadline_seconds: int = 600
     stop_deadline_seconds: int = 120
     orphan_grace_seconds: int = 30
@@ -66,6 +70,10 @@ class Settings:
         for name in ("lease_seconds", "keep_alive_seconds", "report_seconds", "placements_per_cycle"):
             if getattr(self, name) < 1:
                 raise SettingInvalid(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.mass_silence_percent <= 100:
+            raise SettingInvalid(
+                f"mass_silence_percent must be from 0 to 100, not {self.mass_silence_percent}"
+            )
         if self.max_writes_per_transaction < 2:
             raise SettingInvalid("max_writes_per_transaction must be at least 2")
         # A leader that misses one renewal must still have time for a second before its key is gone.

@@ -18,6 +18,7 @@ from attrs import define, field
 from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskState
 from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Use, ViewLog, build_of
+from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
 from coordinator.views import NodeFacts, view_node, with_report, with_uses
 from vgpu.inventory import Gpu, NodeInventory, NodeReport
@@ -44,6 +45,7 @@ class _Machine:
     grants: set[tuple[str, int]] = field(factory=set)
     released: dict[str, int] = field(factory=dict)
     uses: list[Use] = field(factory=list)
+    has_reported: bool = False
 
     def hold(self, job: Job) -> None:
         self.free(job.id)
@@ -55,6 +57,12 @@ class _Machine:
     def free(self, job: str) -> None:
         if self.jobs.pop(job, None) is not None:
             self.uses = [use for use in self.uses if use.job.id != job]
+
+    @property
+    def is_missed(self) -> bool:
+        """Its silence is news: it was heard, or is needed, and nobody has said that it is known to be down."""
+        is_known_down = self.admin is not None and self.admin.cordoned
+        return not is_known_down and (self.has_reported or bool(self.jobs) or bool(self.grants))
 
     @property
     def is_forgotten(self) -> bool:
@@ -83,7 +91,13 @@ class Machines:
         self.kinds: tuple[Gpu, ...] = ()
         self._nodes_of: Counter[NodeBuild] = Counter()
         self._are_kinds_stale = False
+        self._silence = MassSilence(settings.mass_silence_percent, settings.mass_silence_hold_seconds)
         self.news = 0  # grows with what may let a cycle decide otherwise
+
+    @property
+    def silent_together(self) -> int:
+        """Nodes that are not given up since so many fell silent at once."""
+        return len(self._silence.held)
 
     @property
     def unreadable_keys(self) -> tuple[str, ...]:
@@ -92,6 +106,7 @@ class Machines:
     def views(self, now_ms: int) -> tuple[ViewLog, frozenset[str], int | None]:
         """All nodes, the live jobs on nodes that are given up, and when time alone next changes a node."""
         lost_ms = 1000 * self._settings.lost_seconds
+        self._judge_silence(now_ms)
         self._mark_silent(now_ms, lost_ms)
         if self._stale or self._renewed:
             self._views = dict(self._views)
@@ -107,6 +122,7 @@ class Machines:
             id for machine, status in silent if status is NodeStatus.LOST for id in machine.jobs
         )
         due = [(machine.missing_since_ms or 0) + lost_ms for machine, _ in silent]
+        due.append(self._silence.due_ms or 0)
         return self._log, lost_jobs, min((at for at in due if at > now_ms), default=None)
 
     def renew_grace(self, now_ms: int) -> None:
@@ -249,6 +265,7 @@ class Machines:
             self._renewed[report.node] = None
         machine.report = report
         machine.missing_since_ms = None
+        machine.has_reported = True
         self._silent.pop(report.node, None)
         machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}
 
@@ -282,13 +299,28 @@ class Machines:
             )
         )
 
+    def _judge_silence(self, now_ms: int) -> None:
+        """Which nodes are silent together, and so not given up (LE-11)."""
+        lost = NodeStatus.LOST
+        missed = [
+            name
+            for name, machine in self._silent.items()
+            if machine.is_missed and not ((view := self._views.get(name)) and view.status is lost)
+        ]
+        before = self._silence.held
+        spared = self._silence.look(missed, len(self._machines) - len(self._silent), now_ms)
+        for name in spared & self._silent.keys():
+            self._silent[name].missing_since_ms = now_ms
+        if before != self._silence.held:
+            self._mark(before | self._silence.held)
+
     def _mark_silent(self, now_ms: int, lost_ms: int) -> None:
         """Views of silent nodes age; when one is given up, its claim on GPUs ends too (ID-2)."""
         for name, machine in self._silent.items():
             if machine.missing_since_ms is None:
                 machine.missing_since_ms = now_ms
             silent_ms = max(0, now_ms - machine.missing_since_ms)
-            is_lost = silent_ms >= lost_ms
+            is_lost = silent_ms >= lost_ms and name not in self._silence.held
             view = self._views.get(name)
             was_lost = view is not None and view.status is NodeStatus.LOST
             if is_lost and view is not None and not was_lost:
@@ -368,6 +400,7 @@ class Machines:
             unreadable=self._closing(name),
             claimed_twice=self._claimed_twice(name, uuids, now_ms, lost_ms),
             released=machine.released,
+            silent_together=len(self._silence.held) if name in self._silence.held else 0,
         )
         if touched is None or before is None:
             return view_node(facts, machine.uses, now_ms, lost_ms)
@@ -388,7 +421,7 @@ class Machines:
 
     def _is_lost(self, name: str, now_ms: int, lost_ms: int) -> bool:
         machine = self._machines[name]
-        if machine.report is not None or machine.missing_since_ms is None:
+        if machine.report is not None or machine.missing_since_ms is None or name in self._silence.held:
             return False
         return now_ms - machine.missing_since_ms >= lost_ms
 

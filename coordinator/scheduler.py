@@ -90,6 +90,7 @@ class Scheduler:
         self._reserved_for = ""
         self._due_ms: int | None = None
         self._aside = Aside()
+        self._silent_together = 0
         self._no_plan_until_ms = 0
         self._reported_at_ms: dict[tuple[str, str], int] = {}
 
@@ -128,6 +129,7 @@ class Scheduler:
         cluster, phase = self._replica.cluster, self._metrics.phase
         with phase("snapshot"):
             snapshot = self._aside.left_by(cluster.snapshot(now_ms))
+        self._tell_silence(snapshot)
         self._due_ms = snapshot.next_due_ms
         if self._has_seen(cluster, snapshot.news):
             return False
@@ -205,6 +207,11 @@ class Scheduler:
         if not at_fault:
             log.error("planning fails with nobody waiting: nothing is placed for %d s", FAULT_SECONDS)
             self._no_plan_until_ms = snapshot.now_ms + 1000 * FAULT_SECONDS
+
+    def _tell_silence(self, snapshot: Snapshot) -> None:
+        if snapshot.silent_together and not self._silent_together:
+            log.warning("nodes=%d fell silent together, none is given up for now", snapshot.silent_together)
+        self._silent_together = snapshot.silent_together
 
     async def _commit(self, intents: Sequence[Intent]) -> Outcome:
         """Comes back once the replica shows what was written."""

@@ -36,6 +36,10 @@ class ClusterSettings(Protocol):
     @property
     def lost_seconds(self) -> int: ...
     @property
+    def mass_silence_percent(self) -> int: ...
+    @property
+    def mass_silence_hold_seconds(self) -> int: ...
+    @property
     def launch_deadline_seconds(self) -> int: ...
     @property
     def stop_deadline_seconds(self) -> int: ...
@@ -117,6 +121,7 @@ class Snapshot:
     `held` is what each tenant holds now, `usage` its integral over the window, `entitled` that of the compute it was
     entitled to; `withdrawn` tells when a tenant last took back a job for which slices were reserved. `restless` are the
     live jobs that may have to be settled. `next_due_ms` is the next moment at which time alone changes something.
+    `silent_together`: nodes that fell silent at once and are not given up for it.
     `news` is `Cluster.news`: of two snapshots of one cluster with the same, the later needs no cycle.
     `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes that are not given up: what a tenant's
     shares are shares of. `kinds` are the kinds of GPU on those nodes that can be used at all, the smallest first."""
@@ -138,6 +143,7 @@ class Snapshot:
     withdrawn: Mapping[str, int] = field(factory=dict)
     restless: frozenset[str] = frozenset()
     unreadable: tuple[str, ...] = ()
+    silent_together: int = 0
     next_due_ms: int | None = None
     worth: Worth | None = None
     news: int = 0

@@ -30,7 +30,8 @@ from vgpu.topology import location
 
 @frozen
 class NodeFacts:
-    """The records of a node as they were last seen, and what the cluster knows about it beside them."""
+    """The records of a node as they were last seen, and what the cluster knows about it beside them. `silent_together`:
+    so many nodes fell silent with it that it is not given up (`coordinator.silence`); 0 for a node of its own."""
 
     name: str
     inventory: NodeInventory | None = None
@@ -41,6 +42,7 @@ class NodeFacts:
     unreadable: tuple[str, ...] = ()
     claimed_twice: frozenset[str] = frozenset()
     released: Mapping[str, int] = field(factory=dict)
+    silent_together: int = 0
 
 
 def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, Reason | None]:
@@ -49,7 +51,12 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
     Only the time since this coordinator first missed the report counts (LE-1, LE-3), never the node's clock."""
     if facts.report is None:
         silent_ms = max(0, now_ms - (now_ms if facts.missing_since_ms is None else facts.missing_since_ms))
-        reason = Reason(ReasonCode.NODE_NOT_READY, {"silent_seconds": silent_ms // 1000}, (facts.name,))
+        numbers = {"silent_seconds": silent_ms // 1000}
+        if facts.silent_together:
+            numbers["silent_nodes"] = facts.silent_together
+        reason = Reason(ReasonCode.NODE_NOT_READY, numbers, (facts.name,))
+        if facts.silent_together:
+            return NodeStatus.UNKNOWN, reason
         return (NodeStatus.LOST if silent_ms >= lost_ms else NodeStatus.UNKNOWN), reason
     if facts.unreadable:
         return NodeStatus.CLOSED, Reason(ReasonCode.ALLOCATION_UNREADABLE, subjects=facts.unreadable)

@@ -52,7 +52,10 @@ TEMPLATES: Mapping[ReasonCode, str] = {
         "; ask an administrator for a higher limit, or make the job smaller"
     ),
     # does not fit now: the same words serve one node and the whole cluster
-    _C.NODE_NOT_READY: "the node[ {subject}] has not reported[ for {silent_seconds}][: {detail}]",
+    _C.NODE_NOT_READY: (
+        "the node[ {subject}] has not reported[ for {silent_seconds}]"
+        "[; {silent_nodes} nodes fell silent together, so it is not given up: look at etcd and the network][: {detail}]"
+    ),
     _C.NODE_CORDONED: "the node[ {subject}] takes no new work (cordoned)[: {detail}]",
     _C.NODE_CLOSED: "the node[ {subject}] is closed to new work[: {detail}]",
     _C.LABELS_DIFFER: "none[ of {nodes}] has the labels that are asked for[ ({subjects})]",

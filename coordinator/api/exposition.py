@@ -34,6 +34,11 @@ def _gauges(api: Api) -> Iterator[Gauges]:
     yield counted(
         "serai_nodes", "Nodes by status", "status", (node.status.value for node in snapshot.nodes.values())
     )
+    yield single(
+        "serai_nodes_silent_together",
+        "Nodes that fell silent at once and are not given up for it: trouble of etcd or the network",
+        snapshot.silent_together,
+    )
     tenants = sorted(snapshot.tenants.values(), key=lambda tenant: tenant.name)
     held = snapshot.held
     for name, help, values in (

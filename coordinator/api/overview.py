@@ -148,6 +148,7 @@ async def get_cluster(request: web.Request) -> web.Response:
         else None,
         "revision": snapshot.revision,
         "unreadable": len(api.replica.unreadable),
+        "silent_together": snapshot.silent_together,
         "engine": api.settings.engine,
         "version": api.version,
     }

@@ -286,6 +286,7 @@ _CLUSTER: Mapping[str, Schema] = {
         leader=nullable(ref("Leader")),
         revision=COUNT,
         unreadable=COUNT,
+        silent_together=COUNT,
         engine=TEXT,
         version=TEXT,
     ),

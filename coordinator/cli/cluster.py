@@ -48,6 +48,14 @@ def cluster(shape: Shape) -> None:
         lines.append(
             ("unreadable", f"{found['unreadable']} records in etcd; the coordinator's log names them")
         )
+    if found.get("silent_together"):
+        lines.append(
+            (
+                "silent together",
+                f"{found['silent_together']} nodes, so none of them is given up: look at etcd and the network; "
+                "one that is known to be down is given up once it is cordoned",
+            )
+        )
     print_one(found, lines, shape, name="version")
 
 

@@ -192,6 +192,7 @@ class ClusterView(TypedDict):
     leader: dict[str, Any] | None
     revision: int
     unreadable: int
+    silent_together: int
     engine: str
     version: str
 

@@ -255,8 +255,8 @@ def test_le3_a_new_leader_gives_every_node_its_full_grace():
     assert {view.status for view in w.snapshot().nodes.values()} == {NodeStatus.UNKNOWN}
     w.now += 599
     assert w.settle() == (), "no job is moved"
-    w.now += 1
-    assert len(w.settle()) == 50
+    w.now += 3001
+    assert len(w.settle()) == 50, "they were taken for silent together, and that has an end"
 
 
 def test_le3_a_standby_that_takes_over_starts_the_grace_anew():
@@ -269,6 +269,131 @@ def test_le3_a_standby_that_takes_over_starts_the_grace_anew():
     assert w.snapshot().nodes["n1"].status is NodeStatus.UNKNOWN
     w.now = 1100
     assert w.snapshot().nodes["n1"].status is NodeStatus.LOST
+
+
+def silenced(count: int, of: int, **changes: int) -> World:
+    """Nodes with a job each, of which the first `count` lose their leases at once, ten seconds later."""
+    w = World(*(node(f"n{n:02}", gpus=1) for n in range(of)), lost_seconds=600, **changes)
+    w.submit(*(running(f"j{n:02}", f"n{n:02}", [piece(f"GPU-n{n:02}-0")], retries=1) for n in range(of)))
+    for n in range(of):
+        w.run(f"j{n:02}")
+    w.now = 10
+    w.see(*(model.ReportGone(f"n{n:02}") for n in range(count)))
+    w.snapshot()
+    return w
+
+
+def settled(w: World) -> set[str]:
+    return {transition.before.id for transition in w.settle()}
+
+
+@pytest.mark.parametrize("count", [50, 26])
+def test_le11_leases_that_vanish_together_move_no_job(count: int):
+    """All of fifty, or most: the store or the network is to blame. It is said, nothing new goes there, and they come back
+    as they were."""
+    w = silenced(count, of=50)
+    for seconds in (0, 600, 2000):
+        w.now = 10 + seconds
+        assert settled(w) == set()
+        snapshot = w.snapshot()
+        assert snapshot.silent_together == count
+        assert snapshot.nodes["n00"].status is NodeStatus.UNKNOWN
+    reason = snapshot.nodes["n00"].status_reason
+    assert reason is not None
+    assert reason.numbers == {"silent_seconds": 2000, "silent_nodes": count}
+    w.see(*(model.ReportSeen(report(f"n{n:02}", w.now_ms)) for n in range(count)))
+    assert settled(w) == set()
+    snapshot = w.snapshot()
+    assert snapshot.silent_together == 0
+    assert {view.status for view in snapshot.nodes.values()} == {NodeStatus.READY}
+
+
+@pytest.mark.parametrize(("count", "of"), [(25, 50), (2, 2), (1, 1)])
+def test_le11_half_of_the_nodes_or_two_of_two_are_given_up_at_their_time(count: int, of: int):
+    w = silenced(count, of)
+    w.now = 609
+    assert settled(w) == set()
+    w.now = 610
+    assert settled(w) == {f"j{n:02}" for n in range(count)}
+    assert w.snapshot().silent_together == 0
+
+
+def test_le11_who_stays_silent_when_the_others_are_back_gets_its_grace_anew():
+    w = silenced(5, of=5)
+    w.now = 2000
+    assert settled(w) == set()
+    w.see(*(model.ReportSeen(report(f"n{n:02}", w.now_ms)) for n in range(3)))
+    assert settled(w) == set()
+    w.now = 2599
+    assert settled(w) == set()
+    w.now = 2600
+    assert settled(w) == {"j03", "j04"}
+
+
+def test_le11_the_hold_has_an_end_and_time_alone_brings_it():
+    w = silenced(5, of=5, mass_silence_hold_seconds=3600)
+    w.now = 3609
+    assert settled(w) == set()
+    due_ms = w.snapshot().next_due_ms
+    assert due_ms is not None
+    assert due_ms <= START_MS + 3_610_000
+    w.now = 3610
+    assert settled(w) == {f"j{n:02}" for n in range(5)}
+    assert {view.status for view in w.snapshot().nodes.values()} == {NodeStatus.LOST}
+
+
+@pytest.mark.parametrize("changes", [{"mass_silence_hold_seconds": 0}, {"mass_silence_percent": 100}])
+def test_le11_the_hold_can_be_turned_off(changes: dict[str, int]):
+    w = silenced(5, of=5, **changes)
+    w.snapshot()
+    w.now = 610
+    assert len(settled(w)) == 5
+
+
+def test_le11_a_cordoned_node_is_given_up_all_the_same():
+    """What an administrator does who knows that it is really down."""
+    w = silenced(5, of=5)
+    w.see(model.AdminSeen(NodeAdmin("n03", cordoned=True)))
+    w.now = 610
+    assert settled(w) == {"j03"}
+    assert w.snapshot().silent_together == 4
+
+
+def test_le11_nodes_that_die_one_after_the_other_are_not_silent_together():
+    w = silenced(1, of=5)
+    lost: list[str] = []
+    for n in range(1, 5):
+        lost += sorted(settled(w))
+        w.now += 700
+        w.see(model.ReportGone(f"n{n:02}"))
+    w.now += 700
+    lost += sorted(settled(w))
+    assert lost == ["j00", "j01", "j02", "j03", "j04"]
+
+
+def test_le11_records_of_nodes_that_nobody_misses_hold_nothing_up():
+    """Inventories that were left behind: never heard, with nothing on them."""
+    w = World(*(node(f"n{n}", gpus=1) for n in range(3)), lost_seconds=600)
+    w.see(*(model.InventorySeen(node(f"old{n}", gpus=1)) for n in range(9)))
+    w.submit(running("j", "n0", [piece("GPU-n0-0")], retries=1))
+    w.see(model.ReportGone("n0"))
+    w.snapshot()
+    w.now = 600
+    assert settled(w) == {"j"}
+    assert w.snapshot().nodes["old0"].status is NodeStatus.LOST
+
+
+def test_le11_a_new_leader_that_never_heard_the_nodes_holds_too():
+    """The leader's own lease went with theirs."""
+    w = World(lost_seconds=600)
+    for n in range(5):
+        w.see(model.InventorySeen(node(f"n{n}", gpus=1)))
+        w.submit(running(f"j{n}", f"n{n}", [piece(f"GPU-n{n}-0")], retries=1))
+    w.cluster.lead(w.now_ms)
+    w.snapshot()
+    w.now = 700
+    assert settled(w) == set()
+    assert w.snapshot().silent_together == 5
 
 
 def test_an_administrator_cordons_and_labels():
