@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 from zlib import crc32
 
 # Entries in a shard: how many are copied for one change. Between the two the number of shards stays as it is.
-_MOST_IN_SHARD = 128
-_FEWEST_IN_SHARD = 16
+_MOST_IN_SHARD = 256
+_FEWEST_IN_SHARD = 32
 
 # Names, or tuples that begin with one.
 K = TypeVar("K", bound="str | tuple[str, int]")
