@@ -184,7 +184,7 @@ class Index:
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
         self._base = np.zeros_like(self._rows)  # as the snapshot has them
-        self._sums = np.zeros((len(nodes.views), k.SUM_WIDTH), np.int64)
+        self._sums = np.zeros((len(nodes.views) + 1, k.SUM_WIDTH), np.int64)
         self._place = np.array(nodes.place, np.int64)
         self._idle_in = np.zeros(len(nodes.places), np.int64)
         self._stamps = np.zeros(len(nodes.views), np.int64)

@@ -14,6 +14,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+# Rows are looked at through views, and to count references to those would cost more than the rules do. So they are not
+# counted; what is compiled so may make no array of its own, and nothing of it outlives a call.
+_compiled = njit(cache=True, _nrt=False, error_model="numpy")
+_inlined = njit(cache=True, _nrt=False, error_model="numpy", forceinline=True)
+
 GPUS = 8
 # columns of a row
 CPU, MEMORY, STATE, BUILD, COUNT, PLACE, MODEL, ODD_IDLE, PIECES = 0, 1, 2, 3, 4, 5, 6, 7, 8
@@ -31,13 +36,14 @@ S_COUNT, S_CPU, S_MEMORY, S_GPU_MEMORY, S_MILLI, S_WHOLE, S_LABELS, S_WIDTH = 0,
 R_LABELS, R_MODEL, R_IDLE, R_TOTAL, R_DISTINCT, R_GPU_MEMORY, R_MILLI, R_ISOLATION, R_CPU, R_MEMORY, R_HELD = (
     3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
 )  # fmt: skip
-# columns of the sums of a node: see `_sum_up`; its bounds for each price of CPU stand at the end
+# columns of the sums of a node: see `_sum_up`; its bounds for each price of CPU stand at the end. Behind those of all
+# nodes stands room to work in.
 SUM_IS_KNOWN, SUM_IDLE, SUM_LEFT, SUM_WORTH, SUM_BOUNDS, SUM_WIDTH = 0, 1, 2, 3, 4, 12
 UNKNOWN = -100
 NOTHING = np.int64(1 << 62)
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _free_mask(row, shape, build, compat):
     """(mask of GPUs that can take a slice, 0 or a negative reason). Without branches, which would be guessed wrong."""
     match = compat & 0xFF
@@ -81,12 +87,12 @@ def _free_mask(row, shape, build, compat):
     return mask, 0
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _is_idle(row, build, n):
     return row[PIECES + 2 * GPUS + n] == 0 and row[PIECES + n] == build[n] and row[PIECES + GPUS + n] == 1000
 
 
-@njit(cache=True)
+@_compiled
 def _least_cost(build, mask, want):
     """(set, cost, domain size): least cost, then smallest domain, then lowest places."""
     best, best_cost, best_size = 0, NOTHING, NOTHING
@@ -110,14 +116,14 @@ def _least_cost(build, mask, want):
     return best, best_cost, best_size
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _is_lower(first, second):
     """Of two sets of equal size the one with the lower places: the lowest GPU that only one has decides."""
     only = first ^ second
     return first & (only & -only) != 0
 
 
-@njit(cache=True)
+@_compiled
 def _bounds(row, build, cpu_prices, values, whole, step_mib, cpu, chosen, milli, memory, bounds):
     """The bounds of the worth of what is left (see `coordinator.worth`) once a task is on the GPUs of `chosen`."""
     memory_steps = values.shape[1] - 1
@@ -144,7 +150,7 @@ def _bounds(row, build, cpu_prices, values, whole, step_mib, cpu, chosen, milli,
     return least
 
 
-@njit(cache=True)
+@_compiled
 def _worst_connected(row, build, mask):
     best, best_idle, best_all = -1, np.int64(-1), np.int64(-1)
     for n in range(row[COUNT]):
@@ -162,7 +168,7 @@ def _worst_connected(row, build, mask):
     return best
 
 
-@njit(cache=True)
+@_compiled
 def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
     """What the answers of all shapes have in common about a node, kept until its row changes."""
     idle, left_mib = 0, 0
@@ -176,7 +182,7 @@ def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
     sums[SUM_IS_KNOWN] = 1
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _answer(
     row, shape, build, compat, has_labels, prices, cpu_prices, values, whole, step_mib, sums, scratch
 ):
@@ -230,13 +236,13 @@ def _answer(
     return (score << 26) | loss, chosen
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _rounded(loss):
     """In thousandths of a GPU, to the nearest."""
     return min((loss + 500_000) // 1_000_000, np.int64((1 << 26) - 1))
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _loss_of_whole(cpu, want, price, cpu_prices, whole, sums):
     """Of a task that takes so many whole GPUs: nothing else about the node changes but its CPU."""
     if not price:
@@ -248,7 +254,7 @@ def _loss_of_whole(cpu, want, price, cpu_prices, whole, sums):
     return _rounded(sums[SUM_WORTH] - price * least // 1000)
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mib, sums):
     """GPUs alike side by side are looked at once."""
     best, chosen = NOTHING, 0
@@ -278,7 +284,7 @@ def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mi
     return best, chosen
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _is_alike(row, build, n):
     return (
         row[PIECES + n] == row[PIECES + n - 1]
@@ -288,7 +294,7 @@ def _is_alike(row, build, n):
     )
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _bound_after(
     opens, mib, milli, mib_after, milli_after, cpu, idle, cpu_prices, values, whole, step_mib, sums
 ):
@@ -308,14 +314,14 @@ def _bound_after(
     return least
 
 
-@njit(cache=True)
+@_compiled
 def catch_up(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
 ):  # fmt: skip
     """Answers anew for the nodes that stand in log[first:last], or for all where first < 0. Returns how many of them
     are left to the caller in `odd`, since they are of a build that this page does not know."""
-    scratch = np.zeros(8, np.int64)
+    scratch = sums[len(rows), SUM_BOUNDS:]
     shape = shapes[s]
     left = 0
     dirty = False
@@ -342,7 +348,7 @@ def catch_up(
     return left
 
 
-@njit(cache=True)
+@_compiled
 def fit_somewhere(
     rows, sums, shapes, numbers, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd, fits,
@@ -361,14 +367,14 @@ def fit_somewhere(
                 break
 
 
-@njit(cache=True)
+@_compiled
 def put(keys, counts, minima, block_of, block_starts, s, node, answer):
     """Enters an answer that was found elsewhere."""
     if _put(keys, counts, minima, block_of, s, node, answer):
         _mend(keys, minima, block_starts, s)
 
 
-@njit(cache=True, forceinline=True)
+@_inlined
 def _put(keys, counts, minima, block_of, s, node, answer):
     """Whether the minimum of the node's block is no longer known."""
     before = keys[s, node]
@@ -388,7 +394,7 @@ def _put(keys, counts, minima, block_of, s, node, answer):
     return False
 
 
-@njit(cache=True)
+@_compiled
 def _mend(keys, minima, block_starts, s):
     for block in range(len(block_starts) - 1):
         if minima[s, block] == -1:
@@ -400,7 +406,7 @@ def _mend(keys, minima, block_starts, s):
             minima[s, block] = least
 
 
-@njit(cache=True)
+@_compiled
 def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
     """The node of the lowest score; then in the place with the fewest idle GPUs; then the first by name. -1: none."""
     best, best_idle, best_node = NOTHING, NOTHING, -1
@@ -419,7 +425,7 @@ def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
     return best_node
 
 
-@njit(cache=True)
+@_compiled
 def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib):
     """How the task would stand on a node where it fits: the set of its GPUs, and behind it in four bits for each of
     them what they are shared in."""
@@ -432,7 +438,7 @@ def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, valu
     else:
         _, chosen = _answer(
             row, shape, build, kept, True, prices, cpu_prices, values, whole, step_mib,
-            sums[node], np.zeros(8, np.int64),
+            sums[node], sums[len(rows), SUM_BOUNDS:],
         )  # fmt: skip
     sharing = np.int64(0)
     for n in range(row[COUNT]):
@@ -441,7 +447,7 @@ def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, valu
     return np.int64(chosen) << 32 | sharing
 
 
-@njit(cache=True)
+@_compiled
 def place(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
@@ -461,7 +467,7 @@ def place(
     return left, node, chosen
 
 
-@njit(cache=True)
+@_compiled
 def take(rows, sums, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
     """The task is there from now on. Returns by how many the whole GPUs of the node became fewer."""
     sums[node, SUM_IS_KNOWN] = 0
@@ -479,7 +485,7 @@ def take(rows, sums, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
     return fewer
 
 
-@njit(cache=True)
+@_compiled
 def idle_gpus(row, build):
     idle = 0
     for n in range(row[COUNT]):
@@ -487,7 +493,7 @@ def idle_gpus(row, build):
     return idle
 
 
-@njit(cache=True)
+@_compiled
 def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
     """Undoes what a draft did to the rows; returns how long the log is then."""
     for node in touched:
@@ -507,7 +513,7 @@ def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
     return logged
 
 
-@njit(cache=True)
+@_compiled
 def hold(rows, base, nodes, log, logged):
     """Those that were held are so no more, and the others are."""
     for node in nodes:
@@ -518,7 +524,7 @@ def hold(rows, base, nodes, log, logged):
     return logged
 
 
-@njit(cache=True)
+@_compiled
 def free_pieces(rows, s, compat, keys):
     """(largest memory, largest compute, all memory, all compute) that is free on GPUs which the task might have had:
     of nodes that let it in, of its model, with something left of both."""
