@@ -35,7 +35,7 @@ from vgpu.inventory import NodeInventory, NodeReport
 GPUS = "8x80GiB:A100-SXM4-80GB:nvlink=4"
 TRANSACTIONS_IN_FLIGHT = 32
 WATCHES_ON_A_STREAM = 125
-NODE_LEASE_SECONDS = 60
+NODE_LEASE_SECONDS = 600  # no node is to be missed where the whole cluster shares two cores with others
 _SERVICE = "/etcdserverpb."
 
 
