@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coordinator.api.app import make_app
+from coordinator.api.app import make_app, make_runner
 from coordinator.clock import SteadyClock
 from coordinator.cluster import Cluster
 from coordinator.commit import LeadershipLost
@@ -106,7 +106,7 @@ async def _run_api(options: argparse.Namespace, settings: Settings) -> int:
     engine = _engine(options, settings, store, replica)
     following = asyncio.create_task(replica.run())
     app = make_app(store, replica, settings, engine, clock_ms, random.SystemRandom(), VERSION)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = make_runner(app)
     await runner.setup()
     host, _, port = options.listen.rpartition(":")
     try:

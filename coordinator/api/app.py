@@ -102,6 +102,13 @@ def make_app(
     return app
 
 
+def make_runner(app: web.Application, limits: Limits | None = None) -> web.AppRunner:
+    """What serves the app: a handler ends with its client, and half a head does not hold a connection for ever. aiohttp
+    counts the time for a head and the idle time between requests as one, from the last answer or the start."""
+    head_seconds = (limits or Limits()).head_seconds
+    return web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=head_seconds)
+
+
 async def _running(app: web.Application) -> AsyncIterator[None]:
     api = app[API]
     api.pump.start()

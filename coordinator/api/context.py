@@ -47,10 +47,12 @@ class LogSource(Protocol):
 
 @frozen
 class Limits:
-    """What an instance of the API bounds. `kept_events` is how many of the newest events a stream can resume from
+    """What an instance of the API bounds. `head_seconds`: a connection that has not sent a whole head of a request by then,
+    be it the first or the next one, is closed; longer than clients and proxies keep an idle one. `kept_events` is how many of the newest events a stream can resume from
     without asking the store."""
 
     request_seconds: float = 30.0
+    head_seconds: float = 75.0
     comment_seconds: float = 15.0
     streams: int = 512
     kept_events: int = 20_000

@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
+from aiohttp import web
 
+from coordinator.api.app import make_runner
+from coordinator.api.context import Limits
 from tests.api_world import SPEC, Caller, World
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-token\r\nContent-Type: application/json\r\n"
@@ -55,8 +58,6 @@ async def test_slow_and_half_open_requests_hold_nobody_up(world: World) -> None:
 
 
 async def test_a_body_that_never_comes_ends_with_the_time_of_a_request(world: World) -> None:
-    from coordinator.api.context import Limits
-
     _, a, _ = await world.callers(limits=Limits(request_seconds=0.5))
     reader, writer = await _open(a, HEAD, b"Content-Length: 500\r\n\r\n{")
     answer = await asyncio.wait_for(reader.read(2000), 20)
@@ -64,11 +65,41 @@ async def test_a_body_that_never_comes_ends_with_the_time_of_a_request(world: Wo
     writer.transport.abort()
 
 
+async def test_half_a_head_has_a_time_limit(world: World) -> None:
+    """A client that says a little of its head from time to time, for ever (slow loris): its connection is closed on time,
+    whatever it goes on saying, and the time of a request that is under way is not cut."""
+    _, a, _ = await world.callers(limits=Limits(request_seconds=3))
+    runner = make_runner(a.client.app, Limits(head_seconds=1))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    dribbling, dribbler = await asyncio.open_connection(host, port)
+    silent, silent_writer = await asyncio.open_connection(host, port)
+    slow, slow_writer = await asyncio.open_connection(host, port)
+    slow_writer.write(HEAD + b"Content-Length: 500\r\n\r\n{")
+    dribbler.write(HEAD)
+
+    async def dribble() -> None:
+        while True:
+            dribbler.write(b"X-More: 1\r\n")
+            await asyncio.sleep(0.05)
+
+    saying = asyncio.create_task(dribble())
+    async with asyncio.timeout(20):
+        with suppress(ConnectionError):
+            assert await dribbling.read() == b""
+        assert await silent.read() == b""
+        assert (await slow.readline()).startswith(b"HTTP/1.1 503"), "it had the time of a request"
+    saying.cancel()
+    for writer in (dribbler, silent_writer, slow_writer):
+        writer.transport.abort()
+    await site.stop()
+
+
 async def test_a_thousand_idle_streams_are_bounded_and_others_are_served(world: World) -> None:
     """As many streams as the limit allows stand, the others are told so (429); submits and lists go on, an event
     reaches all that stand, and a place is free again once a client is gone."""
-    from coordinator.api.context import Limits
-
     _, a, b = await world.callers(limits=Limits(streams=200))
     head = b"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a-token\r\n\r\n"
     streams, refused = [], 0
