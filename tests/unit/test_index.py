@@ -121,7 +121,8 @@ def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices,
     worth = prices(asked) if with_prices else None
     for turn in range(4):
         snapshot = evolve(w.cluster.snapshot(w.now_ms), worth=worth)
-        kept, plain = Draft(snapshot, index=index), Draft(snapshot)
+        held = random.choice([frozenset(), frozenset({"n1", "n6"}), frozenset({"n1", "n2", "n7"})])
+        kept, plain = Draft(snapshot, index=index, held=held), Draft(snapshot, held=held)
         for step in range(12):
             shape = random.choice(asked)
             limit = Headroom(random.choice([20 * GIB, 200 * GIB]), 2000) if step % 4 == 3 else NO_LIMIT
@@ -138,10 +139,18 @@ def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices,
                 for draft in (kept, plain):
                     draft.hold(["n1", "n6"])
                 SEEN["held"] += 1
+            if step == 5:
+                name = random.choice(["n2", "n6", "n8"])
+                for draft in (kept, plain):
+                    draft.put({name: draft.views[name].full_row})
             location = kept.views["n1"].location
             assert kept.idle_in(location) == plain.idle_in(location)
         for shape in asked:
             assert wait_reason(shape, kept) == wait_reason(shape, plain)
+        rows = {name: snapshot.nodes[name].full_row for name in random.sample(["n1", "n2", "n6", "n7"], 2)}
+        others = kept.beside(rows, "other", held), plain.beside(rows, "other", held)
+        for shape in asked:
+            same(*others, shape.tasks[0], shape.constraints, NO_LIMIT)
         shaken(w, random, turn)
 
 
