@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -171,8 +172,9 @@ async def _more_than(folder: Path, count: int) -> bool:
 
 
 def stop_all_but_files(folder: Path) -> None:
-    """As an operator's kill -9 of everything would."""
-    for pid in marked(folder):
-        os.kill(pid, signal.SIGKILL)
-    while marked(folder):
+    """As an operator's kill -9 of everything would; also of what was being started meanwhile."""
+    while left := marked(folder):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os.sched_yield()
