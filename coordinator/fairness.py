@@ -236,13 +236,17 @@ class Standings:
             1000 * snapshot.settings.fairness.window_seconds,
         )
         self._unit = policy.unit(self._totals)
+        # By tenant: what its next turn follows from, until it is charged; and the share in time, which stays.
+        self._known: dict[str, tuple[TenantUse, int]] = {}
+        self._time_millionths: dict[str, int] = {}
 
     def turn(self, tenant: str) -> tuple[bool, int, str]:
         """Sort key: the tenant with the lowest goes first. Ties end in the name."""
-        use = self._use(tenant)
-        return use.is_last, -self._policy.rank(self._policy, use, self._totals), tenant
+        use, priority = self._ranked(tenant)
+        return use.is_last, -priority, tenant
 
     def charge(self, tenant: str, use: Use) -> None:
+        self._known.pop(tenant, None)
         held = self._held.get(tenant)
         self._held[tenant] = use if held is None else held.plus(use)
 
@@ -273,18 +277,26 @@ class Standings:
 
     def chosen(self, tenant: str) -> Reason:
         """Why a job of this tenant is next, in millionths."""
-        use, is_known = self._use(tenant), self._has_gpus
+        (use, priority), is_known = self._ranked(tenant), self._has_gpus
         space, time = self._terms(use)
-        priority = self._policy.rank(self._policy, use, self._totals)
+        if tenant not in self._time_millionths:
+            self._time_millionths[tenant] = nearest_millionths(*time)
         numbers = {
             "space_millionths": nearest_millionths(*space) if is_known else 0,
-            "time_millionths": nearest_millionths(*time),
+            "time_millionths": self._time_millionths[tenant],
             "priority_millionths": nearest_millionths(priority, self._unit) if is_known else 0,
         }
         return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
 
     def tenants(self) -> Iterable[str]:
         return self._tenants
+
+    def _ranked(self, tenant: str) -> tuple[TenantUse, int]:
+        known = self._known.get(tenant)
+        if known is None:
+            use = self._use(tenant)
+            known = self._known[tenant] = use, self._policy.rank(self._policy, use, self._totals)
+        return known
 
     def _terms(self, use: TenantUse) -> tuple[Term, Term]:
         return (debt_first_terms if self._policy.owed_first else space_time_terms)(use, self._totals)

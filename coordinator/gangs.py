@@ -27,11 +27,12 @@ Pack = tuple[int, tuple[tuple[int, Fit], ...], Left]
 
 def place(draft: Draft, shape: Shape, headroom: Headroom) -> tuple[Spot, ...] | None:
     """Spots for all tasks of a job in the order of their numbers; None if they do not all fit. Changes nothing."""
+    task = shape.only_task
+    if task is not None:
+        spot = draft.search(task, shape.constraints).best(headroom)
+        return None if spot is None else (spot,)
     if shape.task_count == 0:
         return None
-    if shape.task_count == 1:
-        spot = draft.search(_the_task(shape), shape.constraints).best(headroom)
-        return None if spot is None else (spot,)
     searches = [draft.search(task, shape.constraints) for task in shape.tasks if task.count]
     if not all(search.fits_somewhere for search in searches):
         return None
@@ -59,10 +60,6 @@ def communication_cost(draft: Draft, spots: Sequence[Spot]) -> int:
             between = node_cost(draft.views[first].location, draft.views[second].location, costs)
             cost += ends[first] * ends[second] * between
     return cost
-
-
-def _the_task(shape: Shape) -> TaskShape:
-    return next(task for task in shape.tasks if task.count)
 
 
 class _Gang:

@@ -110,8 +110,8 @@ class Line:
     jobs: Sequence[Job]
 
 
-# (order, line, place of the job in it)
-Entry = tuple[Order, Line, int]
+# (order, line, place of the job in it, the job)
+Entry = tuple[Order, Line, int, Job]
 
 
 @frozen(eq=False)
@@ -182,15 +182,14 @@ class Fronts:
                 line = entry[1]
                 entry = _entry(Line(line.shape, line.bit, line.needs, jobs), 0)
             by_key[key] = entry
-            line = entry[1]
+            line, count = entry[1], len(jobs)
             by_bit.setdefault(line.bit, []).append(entry)
             bits |= line.bit
-            memory += line.needs.memory_mib * len(jobs)
-            compute += line.needs.compute_milli * len(jobs)
+            memory += line.needs.memory_mib * count
+            compute += line.needs.compute_milli * count
         heap = sorted(by_key.values(), key=_order_of)
-        first = [line.jobs[0] for _, line, _ in heap]
-        oldest_ms = min([job.submitted_at_ms for job in first], default=0)
-        is_plain = not any(job.not_before_ms for job in first)
+        oldest_ms = min([job.submitted_at_ms for _, _, _, job in heap], default=0)
+        is_plain = not any(job.not_before_ms for _, _, _, job in heap)
         use = Use(compute, memory)
         return _Front(lines, cards.kinds, by_key, by_bit, heap, bits, use, oldest_ms, is_plain)
 
@@ -214,7 +213,7 @@ def _order_of(entry: Entry) -> Order:
 def _entry(line: Line, place: int) -> Entry:
     job = line.jobs[place]
     order: Order = (-job.spec.priority, 1, line.needs.size, job.submitted_at_ms, job.id)
-    return order, line, place
+    return order, line, place, job
 
 
 class TenantQueue:
@@ -232,7 +231,7 @@ class TenantQueue:
         if fronts.is_plain:
             self._heap = fronts.heap.copy()
         else:
-            entries = (self._next(line, 0) for _, line, _ in fronts.heap)
+            entries = (self._next(line, 0) for _, line, _, _ in fronts.heap)
             self._heap = [entry for entry in entries if entry is not None]
             heapq.heapify(self._heap)
         if fronts.oldest_ms <= snapshot.now_ms - 1000 * max_wait_seconds:
@@ -240,20 +239,19 @@ class TenantQueue:
             for shape, job in overdue(snapshot, tenant, max_wait_seconds):
                 order: Order = (-job.spec.priority, 0, (), job.queued_at_ms, job.id)
                 line = Line(shape, cards.fronts.bit(shape), cards.needs(shape), (job,))
-                heapq.heappush(self._heap, (order, line, 0))
+                heapq.heappush(self._heap, (order, line, 0, job))
 
     def first(self, bits: int = -1) -> tuple[Line, Job] | None:
         """Lines of shapes that are not among `bits` are dropped on the way."""
         heap = self._heap
         while heap:
-            _, line, place = heap[0]
+            _, line, place, job = heap[0]
             if not line.bit & bits:
                 if (self._bits & ~bits).bit_count() > _DROPPED_ONE_BY_ONE:
                     heap = self._kept(bits)
                 else:
                     heapq.heappop(heap)
                 continue
-            job = line.jobs[place]
             if job.id not in self._taken:
                 return line, job
             entry = self._next(line, place + 1)
@@ -274,7 +272,7 @@ class TenantQueue:
     def pass_over(self, may: Callable[[Job], bool]) -> None:
         """The job at the front may not start now; of its line only one that `may` has a chance."""
         self._is_whole = False
-        _, line, place = heapq.heappop(self._heap)
+        _, line, place, _ = heapq.heappop(self._heap)
         for later in range(place + 1, min(len(line.jobs), place + 1 + _SEARCH_DEPTH)):
             if may(line.jobs[later]) and self._is_left(line.jobs[later]):
                 heapq.heappush(self._heap, _entry(line, later))

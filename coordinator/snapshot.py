@@ -7,6 +7,7 @@ and one shape, oldest first, since they are all answered alike.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from attrs import field, frozen
@@ -70,19 +71,24 @@ class Shape:
     tasks: tuple[TaskShape, ...]
     constraints: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def task_count(self) -> int:
         return sum(task.count for task in self.tasks)
 
-    @property
+    @cached_property
+    def only_task(self) -> TaskShape | None:
+        """The one task that it has; None for a gang, or for nothing."""
+        return next(task for task in self.tasks if task.count) if self.task_count == 1 else None
+
+    @cached_property
     def gpu_count(self) -> int:
         return sum(task.count * task.gpus.count for task in self.tasks)
 
-    @property
+    @cached_property
     def compute_milli(self) -> int:
         return sum(task.count * task.gpus.count * task.gpus.compute_milli for task in self.tasks)
 
-    @property
+    @cached_property
     def cpu_milli(self) -> int:
         return sum(task.count * task.cpu_milli for task in self.tasks)
 

@@ -3,7 +3,8 @@ reads."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,14 +48,17 @@ STATES = {ReasonCode.NODE_NOT_READY: 1, ReasonCode.NODE_CORDONED: 2, ReasonCode.
 
 
 def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
-    """A score of `coordinator.fit` as the one number that the compiled rules make of it."""
-    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 3)
+    """A score of `coordinator.fit` as the one number that the compiled rules make of it. Of one whole GPU `place` stands
+    for what depends on the node alone (`Nodes.whole_ranks`)."""
+    is_one = task.gpus.count == 1 and task.gpus.is_whole
+    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 4 if is_one else 3)
     if task.gpus.count == 0:
         return score[0] << 1 | score[1] if has_worth else score[0] << 54 | score[1] << 27 | score[2]
     if _is_fraction(task):
         return score[0] if has_worth else score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
-    first = place if task.gpus.count == 1 else score[0] << 6 | score[1]
-    return first << 26 | score[2] if has_worth else first << 32 | score[2] << 26 | score[3]
+    first = k.rank_of_whole(place, score[2]) if is_one else score[0] << 6 | score[1]
+    rest = score[3 if is_one else 2 :]
+    return first << 26 | rest[0] if has_worth else first << 32 | rest[0] << 26 | rest[1]
 
 
 def _is_fraction(task: TaskShape) -> bool:
@@ -100,13 +104,20 @@ class Nodes:
         return [np.array(starts + ends, np.int64) for starts in (racks, zones, [0])]
 
     def whole_ranks(self) -> list[int]:
-        """What decides first where one whole GPU goes, as a number for each node: see `coordinator.fit`."""
-        keys = []
-        for view in self.views:
-            mean = view.topology.mean_cost_milli
-            keys.append((-self.remoteness[view.location], 0 if mean < 0 else 1, -mean))
-        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-        return [ranks[key] for key in keys]
+        """Two ranks of each node in one number, the upper one before and the lower one after the bit that tells whether
+        one whole GPU would break a group (`kernels.rank_of_whole`): see `coordinator.fit` and `placement.Search`."""
+        means = [view.topology.mean_cost_milli for view in self.views]
+        worst = _ranks([(0 if mean < 0 else 1, -mean) for mean in means])
+        remote = _ranks([(-self.remoteness[view.location],) for view in self.views])
+        return [
+            upper << k.REMOTE_BITS | min(lower, (1 << k.REMOTE_BITS) - 1)
+            for upper, lower in zip(worst, remote, strict=True)
+        ]
+
+
+def _ranks(keys: Sequence[tuple[int, ...]]) -> list[int]:
+    ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+    return [ranks[key] for key in keys]
 
 
 def price_tables(worth: Worth | None) -> tuple[Table, Table, Table]:
@@ -139,6 +150,7 @@ def is_odd(build: NodeBuild) -> bool:
     return len(build.gpus) > k.GPUS or not kinds <= {(False, WHOLE_GPU_MILLI, True)}
 
 
+@lru_cache(maxsize=50_000)  # several indexes ask for the same
 def compat(task: TaskShape, build: NodeBuild) -> int:
     """Which GPUs are of the model that is wanted (8 bits), beside which isolations the task can have a slice (16 bits),
     and which one it would have there (2 bits each)."""
