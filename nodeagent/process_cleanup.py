@@ -24,6 +24,11 @@ def stop_all(state_folder: Path, grace_seconds: float = 2.0) -> None:
         while left and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             left = tuple(_left_in(state_folder))
+            if (
+                number is signal.SIGKILL
+            ):  # again: what was forked while the others were being killed is still there
+                for process in left:
+                    send(process.pid, number)
         if not left:
             break
     shutil.rmtree(state_folder, ignore_errors=True)

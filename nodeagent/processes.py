@@ -137,14 +137,11 @@ class ProcessRunner:
         await self._wait_for_shell(folder, pid)
 
     async def stop(self, key: TaskKey, grace_seconds: int) -> None:
-        for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, KILL_CONFIRM_SECONDS)):
-            shell = self._shell(self._path(key))
-            for process in self._processes_of(key, shell):
-                # The shell is spared, so that it can write down how the command ended.
-                if shell is None or process.pid != shell.pid:
-                    send(process.pid, number)
-            if await self._has_ended(key, seconds):
-                return
+        self._tell(key, signal.SIGTERM)
+        if await self._has_ended(key, grace_seconds):
+            return
+        if await self._has_ended(key, KILL_CONFIRM_SECONDS, killing=True):
+            return
         raise StopUnconfirmed(f"processes of {key} are there {KILL_CONFIRM_SECONDS} s after SIGKILL")
 
     async def remove(self, key: TaskKey) -> None:
@@ -293,9 +290,19 @@ class ProcessRunner:
 
     # --- its processes ---------------------------------------------------------------------------------------------
 
-    async def _has_ended(self, key: TaskKey, seconds: float) -> bool:
+    def _tell(self, key: TaskKey, number: signal.Signals) -> None:
+        """The shell is spared, so that it can write down how the command ended."""
+        shell = self._shell(self._path(key))
+        for process in self._processes_of(key, shell):
+            if shell is None or process.pid != shell.pid:
+                send(process.pid, number)
+
+    async def _has_ended(self, key: TaskKey, seconds: float, *, killing: bool = False) -> bool:
+        """`killing`: again and again, since what was forked while the others were being killed is still there."""
         folder = self._path(key)
         for attempt in range(max(1, int(seconds / POLL_SECONDS))):
+            if killing:
+                self._tell(key, signal.SIGKILL)
             if attempt:
                 await asyncio.sleep(POLL_SECONDS)
             self._reap()
