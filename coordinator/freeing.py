@@ -132,6 +132,16 @@ class Holdings:
             return known
         return sorted([*known, *(_taken_lease(job, spot, self.draft) for job, spot in taken)])
 
+    def outlook(self, node: str) -> tuple[int, int, int]:
+        """What can be told of the holders without looking closely: the first end of those whose end is fixed, that of
+        the others from now on, and how busy the node is at least for one of them."""
+        uses, taken = self.draft.views[node].uses, self.taken.get(node, ())
+        ends = [_until(use.job) for use in uses] + [_until(job) for job, _ in taken]
+        fixed = min([when_ms for when_ms, is_relative in ends if not is_relative], default=NEVER_MS)
+        moving = min([when_ms for when_ms, is_relative in ends if is_relative], default=NEVER_MS)
+        busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
+        return fixed, moving, 0 if taken else busy_milli
+
     def holders(self, node: str) -> list[Holder]:
         """In their order."""
         return sorted((lease.end_ms(self.now_ms), lease) for lease in self.leases(node))

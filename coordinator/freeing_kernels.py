@@ -180,8 +180,8 @@ def first_change(
     rows, held, starts, lengths, now_ms, shape, builds, compat, joins, most, longest, usable,
     absolute, relative, least_busy, name_order, ends, busy, exact,
 ):  # fmt: skip
-    """(the node whose change comes first, whether it is left to the caller to find that change); ties by how busy the
-    node was, then by name. -1: nothing changes.
+    """(the node whose change comes first, whether it is left to the caller to find that change, or to enter who holds
+    the node); ties by how busy the node was, then by name. -1: nothing changes.
 
     A change comes no sooner than the first end on its node: what cannot be the first is not looked for."""
     scratch = np.empty(SCRATCH, np.int64)
@@ -200,7 +200,7 @@ def first_change(
             continue
         row = rows[node]
         b = row[BUILD]
-        if b < 0:
+        if b < 0 or lengths[node] < 0:
             return node, True
         _, ends[node], busy[node], _, _ = _change(
             row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],

@@ -69,7 +69,7 @@ class Memo:
         self._taken = taken
         names = index._nodes.names
         for n in changed:
-            self._enter(n, holdings.leases(names[n]), is_odd=bool(index._rows[n, k.BUILD] < 0))
+            self._see(n, holdings.outlook(names[n]))
         self._log += changed
         if len(self._log) > 4 * len(names) + 64:
             self._log.clear()
@@ -92,18 +92,19 @@ class Memo:
         self._shapes.clear()
         index.reread = set(range(count))
 
-    def _enter(self, n: int, leases: Sequence[Lease], is_odd: bool) -> None:
+    def _see(self, n: int, outlook: tuple[int, int, int]) -> None:
+        """Who holds the node is entered when somebody must know."""
         self.entered[n] += 1
+        self.lengths[n] = -1
         self._stopping -= bool(self.relative[n] != f.NEVER_MS)
-        absolute = [lease.when_ms for lease in leases if not lease.is_relative]
-        relative = [lease.when_ms for lease in leases if lease.is_relative]
-        self.absolute[n] = min(absolute, default=f.NEVER_MS)
-        self.relative[n] = min(relative, default=f.NEVER_MS)
-        self._next_ms = min(self._next_ms, int(self.absolute[n]))
-        self._stopping += bool(relative)
-        self.least_busy[n] = min((lease.busy_milli for lease in leases), default=0)
+        self.absolute[n], self.relative[n], self.least_busy[n] = outlook
+        self._stopping += bool(self.relative[n] != f.NEVER_MS)
+        self._next_ms = min(self._next_ms, outlook[0])
+
+    def enter(self, n: int, leases: Sequence[Lease]) -> None:
+        """Who holds the node, which is of a known build."""
         lines: list[tuple[int, ...]] = []
-        for lease in () if is_odd else leases:
+        for lease in leases:
             figures = lease.when_ms, lease.is_relative, lease.busy_milli, lease.cpu_milli, lease.memory_mib
             if not lease.pieces:
                 lines.append((1, *figures, -1, 0, 0, 0))
@@ -260,20 +261,28 @@ class Answers:
         """The node with the first change that these know of; -1 for none. They know more afterwards."""
         memo, index, kept = self._memo, self._index, self._kept
         while True:
-            n, is_odd = f.first_change(
+            n, is_left = f.first_change(
                 index._rows, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
                 index._build_table, self._compat, kept.joins, self._task.count, memo.longest, kept.usable,
                 memo.absolute, memo.relative, memo.least_busy, index._nodes.name_order, ends, busy, exact,
             )  # fmt: skip
-            if not is_odd:
+            if not is_left:
                 return int(n)
-            change = self._change(n)
-            ends[n], busy[n], exact[n] = change.end_ms, change.busy_milli, True
+            if index._rows[n, k.BUILD] < 0:
+                change = self._change(n)
+                ends[n], busy[n], exact[n] = change.end_ms, change.busy_milli, True
+            else:
+                self._enter(n)
+
+    def _enter(self, n: int) -> None:
+        if self._memo.lengths[n] < 0:
+            self._memo.enter(n, self._holdings.leases(self._index._nodes.names[n]))
 
     def _change(self, n: int, skip: int = 0) -> Change:
         memo, index = self._memo, self._index
         if index._rows[n, k.BUILD] < 0:
             return self._holdings.change(index._nodes.names[n], self._task, self._task.count, skip)
+        self._enter(n)
         return Change(
             *f.change_of(
                 index._rows, n, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
