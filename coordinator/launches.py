@@ -4,6 +4,9 @@ An attempt is handed over once its isolation steps are done, and once more when 
 leader so repeats all of them, which is safe since both are idempotent. Each look is at one job that something happened
 to, so that the cost does not grow with how many jobs run.
 
+What was given up with its node is withdrawn from the engine at once, and again until the engine has heard it: it must
+not start, nor go on, when the node is back with slices that others hold by then (RR-11).
+
 An engine whose launch is the committed grant itself (`by_grants`) is told nothing.
 """
 
@@ -19,7 +22,7 @@ from coordinator.commit import Committer, LeadershipLost, holds
 from coordinator.config import Settings
 from coordinator.engines import Engine, EngineRefused, EngineUnavailable
 from coordinator.intents import grants_of
-from coordinator.model import Event, Job, JobGone, JobSeen, Task, TaskSeen, TaskState
+from coordinator.model import Event, Job, JobGone, JobSeen, JobState, Task, TaskSeen, TaskState
 from coordinator.records import encode, grant_key, task_key
 from coordinator.replica import Replica
 from coordinator.store import Change, Put, StoreUnavailable, created_at
@@ -33,6 +36,8 @@ STORE_RETRY_SECONDS = 1.0
 @define
 class _Attempt:
     number: int
+    tenant: str
+    is_to_stop: bool = False
     is_launched: bool = False
     is_stopped: bool = False
     call: asyncio.Task[None] | None = None
@@ -55,6 +60,8 @@ class Launches:
         self._settings = settings
         self._clock_ms = clock_ms
         self._attempts: dict[str, _Attempt] = {}
+        self._withdrawn: set[tuple[str, int]] = set()
+        self._withdrawing: set[asyncio.Task[None]] = set()
         self._gate = asyncio.Semaphore(LAUNCHES_IN_FLIGHT)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -68,6 +75,7 @@ class Launches:
         finally:
             stop_listening()
             calls = [attempt.call for attempt in self._attempts.values() if attempt.call is not None]
+            calls += self._withdrawing
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
@@ -75,6 +83,9 @@ class Launches:
     def _on_change(self, change: Change, event: Event | None) -> None:
         if isinstance(event, JobSeen):
             self._look(event.job.id)
+            over = event.job.attempt if event.job.state.is_final else event.job.attempt - 1
+            if any(h.attempt == over and h.state is JobState.LOST for h in event.job.history):
+                self._withdraw(event.job.id, over, event.job.tenant)
         elif isinstance(event, JobGone):
             self._look(event.id)
         elif isinstance(event, TaskSeen):
@@ -88,13 +99,20 @@ class Launches:
         """Calls the engine for this job if there is something to say, and no call about it under way."""
         job = self._replica.cluster.live_jobs.get(id)
         attempt = self._attempts.get(id)
+        is_over = attempt is not None and (job is None or job.attempt != attempt.number)
+        if attempt is not None and job is not None and not is_over:
+            attempt.is_to_stop |= job.stop is not None
         if attempt is not None and attempt.call is not None:
             return  # looked at again when it ends
+        if attempt is not None and is_over:
+            del self._attempts[id]
+            if attempt.is_to_stop and not attempt.is_stopped:
+                self._withdraw(id, attempt.number, attempt.tenant)
+            attempt = None
         if job is None:
-            self._attempts.pop(id, None)
             return
-        if attempt is None or attempt.number != job.attempt:
-            attempt = self._attempts[id] = _Attempt(job.attempt)
+        if attempt is None:
+            attempt = self._attempts[id] = _Attempt(job.attempt, job.tenant, job.stop is not None)
         if self._is_due(job, attempt):
             attempt.call = asyncio.create_task(self._call(id, attempt))
 
@@ -102,6 +120,23 @@ class Launches:
         if job.stop is not None:
             return not attempt.is_stopped
         return not attempt.is_launched and self._is_prepared(job)
+
+    def _withdraw(self, id: str, number: int, tenant: str) -> None:
+        """An attempt that is over for the store and perhaps not for the engine. Once in a term."""
+        if (id, number) not in self._withdrawn:
+            self._withdrawn.add((id, number))
+            call = asyncio.create_task(self._until_stopped(id, number, tenant))
+            self._withdrawing.add(call)
+            call.add_done_callback(self._withdrawing.discard)
+
+    async def _until_stopped(self, id: str, number: int, tenant: str) -> None:
+        while True:
+            try:
+                async with self._gate:
+                    return await self._engine.stop(id, number, tenant)
+            except EngineUnavailable as error:
+                log.warning("job=%s attempt=%d is not withdrawn yet: %s", id, number, error)
+            await asyncio.sleep(self._settings.back_off_seconds)
 
     async def _call(self, id: str, attempt: _Attempt) -> None:
         """One call of the engine. An engine that cannot be reached is asked again later; one that refuses ends the

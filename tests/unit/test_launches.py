@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+import pytest
 from attrs import evolve
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
 from coordinator.config import Settings
+from coordinator.engines import Engine, EngineUnavailable
 from coordinator.engines.agent import AgentEngine
 from coordinator.launches import Launches
-from coordinator.model import Allocation, Job, JobState, Task, TaskPlacement, TaskState
-from coordinator.records import LEADER, Endpoint, Leadership, decode, encode, grant_key, job_key, task_key
+from coordinator.model import Allocation, Happening, Job, JobState, Task, TaskPlacement, TaskState
+from coordinator.records import (
+    LEADER,
+    Endpoint,
+    Leadership,
+    decode,
+    encode,
+    folder_key,
+    grant_key,
+    job_key,
+    task_key,
+)
 from coordinator.replica import Replica
-from coordinator.store import MemoryStore, Put, absent
+from coordinator.store import Delete, MemoryStore, Put, Write, absent
 from jobspecs.container import Grant
 from tests.builders import spec
 from tests.fakes import FlakyStore
 from tests.simulation.loop import VirtualLoop
+from vgpu.reasons import Reason, ReasonCode
 
 SETTINGS = Settings()
 LEADERSHIP = Leadership("c1.1", "", 0)
@@ -32,7 +45,29 @@ async def _nowhere(node: str) -> Endpoint | None:
     return None
 
 
-def on_virtual_time(test: Callable[[FlakyStore, Launches], Awaitable[None]]) -> None:
+class StopsOnly(AgentEngine):
+    """An engine that cannot be reached for some calls, and tells which stops it heard."""
+
+    by_grants = False
+
+    def __init__(self, unreachable: int) -> None:
+        super().__init__(_nowhere)
+        self.unreachable = unreachable
+        self.heard: list[tuple[str, int, str]] = []
+
+    async def stop(self, job: str, attempt: int, tenant: str) -> None:
+        self.unreachable -= 1
+        if self.unreachable >= 0:
+            raise EngineUnavailable("down")
+        self.heard.append((job, attempt, tenant))
+
+    async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
+        """Nobody waits for it here."""
+
+
+def on_virtual_time(
+    test: Callable[[FlakyStore, Launches], Awaitable[None]], engine: Engine | None = None
+) -> None:
     """Runs `test` with a live job of one task, led by one whose store fails as told."""
 
     async def run() -> None:
@@ -45,8 +80,7 @@ def on_virtual_time(test: Callable[[FlakyStore, Launches], Awaitable[None]]) -> 
         following = asyncio.create_task(replica.run())
         await replica.ready()
         committer = Committer(store, SETTINGS, LEADERSHIP, 0, elected.revision)
-        engine = AgentEngine(_nowhere)
-        launches = Launches(replica, engine, committer, SETTINGS, lambda: 0)
+        launches = Launches(replica, engine or AgentEngine(_nowhere), committer, SETTINGS, lambda: 0)
         await test(store, launches)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -94,3 +128,56 @@ def test_nobody_waits_for_a_task_that_is_not_granted_any_more() -> None:
         assert await _stored(store) is None
 
     on_virtual_time(test)
+
+
+def _ended(after: Job) -> list[Write]:
+    return [Delete(job_key("j1")), Delete(grant_key("n1", "j1", 1)), Put(folder_key(after), encode(after))]
+
+
+LOST = Happening(JobState.LOST, 0, 1, Reason(ReasonCode.NODE_LOST, subjects=("n1",)))
+
+
+@pytest.mark.parametrize(
+    ("after", "heard"),
+    [
+        (evolve(JOB, state=JobState.FAILED, history=(LOST,)), [("j1", 1, "a")]),
+        (evolve(JOB, state=JobState.PENDING, attempt=2, allocation=None, history=(LOST,)), [("j1", 1, "a")]),
+        (evolve(JOB, state=JobState.SUCCEEDED), []),
+    ],
+)
+def test_what_was_given_up_with_its_node_is_withdrawn_from_the_engine(
+    after: Job, heard: list[tuple[str, int, str]]
+) -> None:
+    """RR-11, seed 100179 of the simulation: an allocation that a lost node had never heard of started on slices that
+    others held by then. The engine cannot be reached at first."""
+    engine = StopsOnly(unreachable=2)
+
+    async def test(store: FlakyStore, launches: Launches) -> None:
+        running = asyncio.create_task(launches.run())
+        await asyncio.sleep(1)
+        await store.txn([], _ended(after))
+        await asyncio.sleep(300)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert engine.heard == heard
+
+    on_virtual_time(test, engine)
+
+
+def test_a_stop_that_the_engine_has_not_heard_is_repeated_after_the_end() -> None:
+    """A job that was cancelled and whose node was given up: its end says nothing of the node."""
+    engine = StopsOnly(unreachable=3)
+
+    async def test(store: FlakyStore, launches: Launches) -> None:
+        running = asyncio.create_task(launches.run())
+        await store.txn(
+            [], [Put(job_key("j1"), encode(evolve(JOB, stop=Reason(ReasonCode.CANCELLED_BY_USER))))]
+        )
+        await asyncio.sleep(0.5)
+        await store.txn([], _ended(evolve(JOB, state=JobState.CANCELLED)))
+        await asyncio.sleep(300)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert engine.heard == [("j1", 1, "a")]
+
+    on_virtual_time(test, engine)
