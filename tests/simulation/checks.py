@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 
 from coordinator import lifecycle
 from coordinator.cluster import Cluster
@@ -41,6 +42,8 @@ from vgpu.reasons import ReasonCode
 FULL_CHECK_EACH = 12
 # Clocks may differ so much, and then limits of running time are off by as much.
 CLOCK_SLACK_SECONDS = 2.5
+# A write may have been sent so long ago, by a leader whose watch was cut for a while.
+BEHIND_SECONDS = 10.0
 
 
 class Violation(AssertionError):
@@ -73,7 +76,7 @@ class Checks:
         self.ran_seconds: dict[tuple[str, int], float] = {}
         self._started_at: dict[tuple[str, int], float] = {}
         self.ran: set[TaskKey] = set()  # written down as running or ended
-        self.ended: set[TaskKey] = set()  # written down as ended
+        self.ended_at: dict[TaskKey, float] = {}  # when it was written down as ended
         self._wipes: dict[TaskKey, int] = {}
         self.given_up: dict[tuple[str, int], set[str]] = {}
         self.coordinators: dict[Process, str] = {}
@@ -246,7 +249,10 @@ class Checks:
         attempts = [(after.id, attempt) for attempt in range(1, after.attempt + 1)]
         ran = sum(self.ran_seconds.get(attempt, 0.0) for attempt in attempts)
         started = [key for key in self.starts if (key.job, key.attempt) == attempts[-1]]
-        if any(key not in self.ended for key in started):  # for all that the leader knows it runs
+        known = self.loop.time() - BEHIND_SECONDS
+        if any(
+            self.ended_at.get(key, inf) > known for key in started
+        ):  # for all that the leader knows it runs
             ran = sum(self.ran_seconds.get(attempt, 0.0) for attempt in attempts[:-1])
             ran += self.loop.time() - self._started_at[attempts[-1]]
         text = f"{after.id} ran {ran:.1f} s and was ended at its limit of {limit} s"
@@ -261,7 +267,7 @@ class Checks:
         if task.state in (TaskState.RUNNING, TaskState.EXITED):
             self.ran.add(key)
         if task.state is TaskState.EXITED:
-            self.ended.add(key)
+            self.ended_at.setdefault(key, self.loop.time())
         if task.state is TaskState.EXITED and task.released:
             alive = [box for box in self.machines[task.node].running() if box.key == key]
             hold(not alive, f"{key} runs on {task.node} and was released")
