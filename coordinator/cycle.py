@@ -182,8 +182,8 @@ class _Cycle:
             self.open &= ~line.bit
             self.refusals += 1
             if self.refusals == _MANY_REFUSALS:
-                shapes = self.cards.fronts.shapes(self._waiting_shapes() & self.open)
-                self.open = self.room.fitting(shapes)
+                # Those refused already are asked with the others: the set is that of the last cycle then.
+                self.open &= self.room.fitting(self.cards.fronts.shapes(self._waiting_shapes()))
 
     def _pass_over(self, tenant: str) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one."""

@@ -200,12 +200,13 @@ class Entitlement:
     def __init__(self, snapshot: Snapshot, policy: Policy, wanted: Mapping[str, Use]) -> None:
         """`wanted`: what the waiting jobs of each tenant would hold."""
         self._policy = policy
-        names = sorted(set(snapshot.held) | set(wanted))
+        held = snapshot.held
+        names = sorted({*held, *wanted})
         records = [snapshot.tenant(name) for name in names]
-        demands = [
-            capped(snapshot.held.get(name, Use()).plus(wanted.get(name, Use())), record).memory
-            for name, record in zip(names, records, strict=True)
-        ]
+        demands = [held.get(name, NO_USE).memory + wanted.get(name, NO_USE).memory for name in names]
+        for place, record in enumerate(records):
+            if record.limit_memory_mib is not None:
+                demands[place] = min(demands[place], record.limit_memory_mib)
         shares = water_fill(snapshot.cluster_memory_mib, share_weights(records), demands)
         self._shares = dict(zip(names, shares, strict=True))
 
@@ -327,15 +328,6 @@ def headroom(tenant: Tenant, held: Use) -> Headroom:
     return Headroom(
         None if memory is None else max(0, memory - held.memory),
         None if compute is None else max(0, compute - held.compute),
-    )
-
-
-def capped(use: Use, tenant: Tenant) -> Use:
-    """As much of it as the tenant's limits allow."""
-    memory, compute = tenant.limit_memory_mib, tenant.limit_compute_milli
-    return Use(
-        use.compute if compute is None else min(use.compute, compute),
-        use.memory if memory is None else min(use.memory, memory),
     )
 
 

@@ -140,6 +140,7 @@ class Fronts:
         self._places: dict[Shape, int] = {}
         self._shapes: dict[int, Shape] = {}
         self._next_place = itertools.count()
+        self._last_shapes: tuple[int, Mapping[int, Shape]] = 0, {}
 
     @property
     def is_full(self) -> bool:
@@ -152,14 +153,17 @@ class Fronts:
             self._shapes[place] = shape
         return 1 << place
 
-    def shapes(self, bits: int) -> dict[int, Shape]:
-        """Those of a set of bits, each by its own."""
-        found = {}
-        while bits:
-            lowest = bits & -bits
-            found[lowest] = self._shapes[lowest.bit_length() - 1]
-            bits ^= lowest
-        return found
+    def shapes(self, bits: int) -> Mapping[int, Shape]:
+        """Those of a set of bits, each by its own. The same set as last time costs nothing."""
+        known = self._last_shapes
+        if known[0] != bits:
+            found, left = {}, bits
+            while left:
+                lowest = left & -left
+                found[lowest] = self._shapes[lowest.bit_length() - 1]
+                left ^= lowest
+            known = self._last_shapes = bits, found
+        return known[1]
 
     def of(self, tenant: str, lines: Lines, cards: Cards) -> _Front:
         """Lines that are as they were when last asked for cost a comparison each."""

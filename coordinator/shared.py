@@ -74,13 +74,13 @@ class Lent(Mapping[K, V]):
         return Lent(tuple(shards), len(now))
 
     def __getitem__(self, key: K) -> V:
-        return self._shards[_hash(key) & self._mask][key]
+        return self._shards[_hash(key) & self._mask if self._mask else 0][key]
 
     def get(self, key: K, default: Any = None) -> Any:
-        return self._shards[_hash(key) & self._mask].get(key, default)
+        return self._shards[_hash(key) & self._mask if self._mask else 0].get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shards[_hash(key) & self._mask]
+        return key in self._shards[_hash(key) & self._mask if self._mask else 0]
 
     def __iter__(self) -> Iterator[K]:
         return chain.from_iterable(self._shards)
