@@ -237,15 +237,16 @@ class Cluster:
         if allocation is None:
             return
         self._shares.changed(at_ms)
+        tenant = job.tenant
         use = Use(times * allocation.compute_milli, times * allocation.memory_mib)
-        before = self._held.now.get(job.tenant)
+        before = self._held.now.get(tenant)
         held = use if before is None else before.plus(use)
         if held.compute or held.memory:
-            self._held[job.tenant] = held
+            self._held[tenant] = held
         else:
-            self._held.pop(job.tenant)
+            self._held.pop(tenant)
         if not self._is_listing:
-            self._ledger.change(job.tenant, at_ms, use)
+            self._ledger.change(tenant, at_ms, use)
 
     def _share(self, now_ms: int) -> None:
         self._shares.update(now_ms, self._machines.compute_milli, self._held.now, self._tenants.now)

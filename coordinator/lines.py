@@ -146,22 +146,23 @@ class WaitingLines:
 
     def add(self, job: Job) -> LineKey:
         """It joins its line, whose key is told."""
+        tenant = job.tenant
         key = self._key_of_job[job.id] = self.key_of(job.spec)
-        lines = self._lines.get(job.tenant)
+        lines = self._lines.get(tenant)
         if lines is None:
-            lines = self._lines[job.tenant] = {}
+            lines = self._lines[tenant] = {}
         line = lines.get(key)
         if line is None:
             line = lines[key] = _Line()
         line.add(job)
-        self._change(job.tenant, key)
+        self._change(tenant, key)
         return key
 
     def remove(self, job: Job) -> LineKey:
         """It leaves the line that it joined, with the record that it joined with."""
-        key = self._key_of_job.pop(job.id)
-        self._lines[job.tenant][key].remove(job)
-        self._change(job.tenant, key)
+        tenant, key = job.tenant, self._key_of_job.pop(job.id)
+        self._lines[tenant][key].remove(job)
+        self._change(tenant, key)
         return key
 
     def lend(self) -> Mapping[str, Mapping[LineKey, JobLine]]:
