@@ -2,8 +2,12 @@
 
 One log of changes and two fronts for each tenant, each an integral since the beginning: the leading one takes in a
 change at once, the trailing one when the start of the window has passed it. The integral over the window is their
-difference: exact, O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x
-milliseconds, memory in MiB x milliseconds.
+difference: O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x milliseconds, memory in
+MiB x milliseconds.
+
+Changes that are older than an hour are summed up by tenant and minute, so that the log does not grow with the jobs of a
+whole window. That loses nothing once the start of the window has passed the minute: what a window holds is exact where
+it starts on a whole minute, and else leaves open what the tenant's changes within that one minute are worth in a minute.
 
 Beside it the ledger fills buckets of five minutes, which outlive a leader as `UsageHour` records. The past that was
 read from them is exact at bucket bounds and even in between.
@@ -21,6 +25,9 @@ from coordinator.model import UsageHour
 BUCKET_MS = 5 * 60 * 1000
 BUCKETS = 12
 HOUR_MS = BUCKET_MS * BUCKETS
+MINUTE_MS = 60 * 1000
+# Changes that are younger are kept one by one.
+RECENT_MS = HOUR_MS
 
 
 @frozen
@@ -91,6 +98,13 @@ class _Account:
         self.trail_compute += rate.compute
         self.trail_memory += rate.memory
 
+    def trail_sums(self, compute: int, memory: int, base_compute: int, base_memory: int) -> None:
+        """As `trail` for each of many changes, in any order: sums of their rates, and of lump - rate x time."""
+        self.base_compute -= base_compute
+        self.base_memory -= base_memory
+        self.trail_compute += compute
+        self.trail_memory += memory
+
     def fill(self, from_ms: int, until_ms: int, compute: int, memory: int) -> None:
         """So much was held from then until then."""
         for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
@@ -110,13 +124,19 @@ class _Account:
 
 
 class UsageLedger:
-    """Mutable, and owned by one `Cluster`. Times may come out of order; integrals stay exact."""
+    """Mutable, and owned by one `Cluster`. Times may come out of order. Its length is how many entries it keeps."""
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
         self._accounts: dict[str, _Account] = {}
         self._log: list[tuple[int, int, str, Use, Use]] = []
         self._count = 0
+        # By the end of the minute and the tenant: what `_Account.trail_sums` takes.
+        self._minutes: dict[int, dict[str, list[int]]] = {}
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._log) + sum(len(tenants) for tenants in self._minutes.values())
 
     def change(self, tenant: str, at_ms: int, rate: Use) -> None:
         """From `at_ms` on the tenant holds `rate` more (negative: less)."""
@@ -150,9 +170,7 @@ class UsageLedger:
     def window(self, now_ms: int) -> dict[str, Use]:
         """Each tenant's integral over [now - window, now]; tenants that held nothing in it are left out."""
         start_ms = now_ms - self._window_ms
-        while self._log and self._log[0][0] <= start_ms:
-            at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
-            self._accounts[tenant].trail(at_ms, rate, lump)
+        self._advance(start_ms, now_ms - RECENT_MS)
         use = {}
         longest = self._window_ms // HOUR_MS + 3
         for tenant, account in self._accounts.items():
@@ -163,6 +181,26 @@ class UsageLedger:
             if compute or memory:
                 use[tenant] = Use(compute, memory)
         return use
+
+    def _advance(self, start_ms: int, recent_ms: int) -> None:
+        """The trailing fronts to `start_ms`; what is older than `recent_ms` is summed up."""
+        while self._log and self._log[0][0] <= max(start_ms, recent_ms):
+            at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
+            if at_ms <= start_ms:
+                self._accounts[tenant].trail(at_ms, rate, lump)
+                continue
+            end_ms = at_ms + -at_ms % MINUTE_MS
+            if end_ms not in self._minutes:
+                self._minutes[end_ms] = {}
+                heapq.heappush(self._ends, end_ms)
+            sums = self._minutes[end_ms].setdefault(tenant, [0, 0, 0, 0])
+            sums[0] += rate.compute
+            sums[1] += rate.memory
+            sums[2] += lump.compute - rate.compute * at_ms
+            sums[3] += lump.memory - rate.memory * at_ms
+        while self._ends and self._ends[0] <= start_ms:
+            for tenant, sums in self._minutes.pop(heapq.heappop(self._ends)).items():
+                self._accounts[tenant].trail_sums(*sums)
 
     def hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The records that have changed since the last call; those that no window needs any more are forgotten."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.model import UsageHour
-from coordinator.usage import BUCKET_MS, HOUR_MS, UsageLedger, Use
+from coordinator.usage import BUCKET_MS, HOUR_MS, MINUTE_MS, UsageLedger, Use
 
 WINDOW_MS = 24 * HOUR_MS
 
@@ -53,6 +55,72 @@ def test_the_window_is_the_integral_summed_second_by_second(stays, window):
             if overlap > 0:
                 expected[tenant] = expected.get(tenant, 0) + 1000 * overlap * compute
         assert {t: use.compute for t, use in ledger.window(1000 * now).items()} == expected
+
+
+BASE_MS = 1000 * HOUR_MS
+SEEN: Counter[str] = Counter()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.integers(0, 20 * 3600), st.integers(0, 9000), st.integers(1, 2000)
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.lists(st.tuples(st.integers(0, 48 * 60), st.integers(0, 59_999)), min_size=1, max_size=12),
+)
+def test_a_window_of_a_day_is_exact_from_a_whole_minute_on_property(
+    stays: list[tuple[str, int, int, int]], readings: list[tuple[int, int]]
+):
+    """Against the sum over all stays, however often it is read between; off the minute, within what changed in that minute."""
+    ledger = UsageLedger(WINDOW_MS)
+    changes = sorted(
+        (at, tenant, rate)
+        for tenant, start, length, compute in stays
+        for at, rate in ((start, compute), (start + length, -compute))
+    )
+    for minute, rest_ms in sorted(readings):
+        now_ms = BASE_MS + MINUTE_MS * minute + rest_ms
+        while changes and BASE_MS + 1000 * changes[0][0] <= now_ms:
+            at, tenant, rate = changes.pop(0)
+            ledger.change(tenant, BASE_MS + 1000 * at, Use(rate, 3 * rate))
+        window, start_ms = ledger.window(now_ms), now_ms - WINDOW_MS
+        for tenant in "ab":
+            expected, open_milli = 0, 0
+            for owner, start, length, compute in stays:
+                from_ms, until_ms = BASE_MS + 1000 * start, BASE_MS + 1000 * (start + length)
+                if owner != tenant or from_ms > now_ms:
+                    continue
+                expected += compute * max(0, min(until_ms, now_ms) - max(from_ms, start_ms))
+                bounds = (from_ms, until_ms) if until_ms <= now_ms else (from_ms,)
+                open_milli += sum(compute for at_ms in bounds if 0 < start_ms - at_ms < MINUTE_MS)
+            found = window.get(tenant, Use())
+            allowed = 0 if start_ms % MINUTE_MS == 0 else open_milli * MINUTE_MS
+            assert abs(found.compute - expected) <= allowed
+            assert abs(found.memory - 3 * expected) <= 3 * allowed
+            SEEN["whole minute"] += allowed == 0 and expected > 0 and now_ms > BASE_MS + WINDOW_MS
+
+
+def test_the_property_above_was_not_vacuous():
+    if SEEN:
+        assert SEEN["whole minute"] > 0
+
+
+def test_a_day_of_many_jobs_is_kept_in_minutes():
+    """A thousand short jobs an hour: what is kept is an hour of them, and the minutes of a day."""
+    ledger, most = UsageLedger(WINDOW_MS), 0
+    for number in range(26_000):
+        at_ms = BASE_MS + number * HOUR_MS // 1000
+        ledger.change("a", at_ms, Use(1000, 10))
+        ledger.change("a", at_ms + 500, Use(-1000, -10))
+        if number % 100 == 0:
+            assert ledger.window(at_ms)["a"].compute >= 0
+            most = max(most, len(ledger))
+    assert 2000 <= most <= 2000 + 24 * 60 + 200
+    assert ledger.window(at_ms + 2 * WINDOW_MS) == {}
+    assert len(ledger) == 0
 
 
 def test_hours_hold_what_was_used_in_their_buckets():
