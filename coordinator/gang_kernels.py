@@ -8,7 +8,6 @@ Nodes stand in order of zone, rack and name, so a domain of the tree is a range 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from coordinator.kernels import (
     BUILD,
@@ -27,19 +26,26 @@ from coordinator.kernels import (
     SETS,
     SUM_IS_KNOWN,
     SUM_WIDTH,
+    WIDTH,
     _answer,
+    _compiled,
     _free_mask,
+    _inlined,
     _is_idle,
     _least_cost,
     _worst_connected,
     idle_gpus,
 )
 
+# What the functions work in: a row, its sums, the bounds of a task on it; behind it, as long as the gang each, what the
+# tasks got on a node that is tried, and the nodes and amounts of a domain that is tried.
+_SUMMED = WIDTH + SUM_WIDTH
+WORK = _SUMMED + 8
 # columns of the tree: (place, zone) of each node
 PLACE, ZONE = 0, 1
 
 
-@njit(cache=True)
+@_compiled
 def _stand(row, sums, shape, build, kept, prices, cpu_prices, values, whole, step_mib, scratch):
     """The set of GPUs that one more task would get; -1 where it does not fit. Which whole GPUs it gets is a question
     of communication alone, so the prices are looked at for slices only."""
@@ -57,13 +63,16 @@ def _stand(row, sums, shape, build, kept, prices, cpu_prices, values, whole, ste
     return np.int64(chosen)
 
 
-@njit(cache=True)
+@_compiled
 def _fill_node(
-    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, most, codes, first
+    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work, most, codes, first
 ):
     """Puts up to so many tasks on the node, one after the other: (how many, the GPUs of all of them). What each got
     stands in `codes` from `first` on, as `kernels.choose` tells it."""
-    row, sums, scratch = rows[node].copy(), np.zeros(SUM_WIDTH, np.int64), np.zeros(8, np.int64)
+    row, sums, scratch = work[:WIDTH], work[WIDTH:_SUMMED], work[_SUMMED:]
+    for column in range(WIDTH):
+        row[column] = rows[node, column]
+    sums[SUM_IS_KNOWN] = 0
     build = builds[row[BUILD]]
     used, count = np.int64(0), 0
     while count < most:
@@ -87,35 +96,22 @@ def _fill_node(
     return count, used
 
 
-@njit(cache=True)
+@_compiled
 def _capacity(
-    row,
-    shape,
-    build,
-    kept,
-    most,
-    rows,
-    node,
-    builds,
-    tables_codes,
-    prices,
-    cpu_prices,
-    values,
-    whole,
-    step_mib,
-):
+    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work, most
+):  # fmt: skip
     """How many of the tasks the node takes, at most `most`. Whole GPUs are counted; slices are tried."""
     if shape[S_COUNT] and not shape[S_WHOLE]:
         count, _ = _fill_node(
-            rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib,
-            most, tables_codes, 0,
+            rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work,
+            most, work[WORK:], 0,
         )  # fmt: skip
         return count
-    count = most
+    row, count = rows[node], most
     if shape[S_COUNT]:
-        mask, reason = _free_mask(row, shape, build, kept)
+        mask, reason = _free_mask(row, shape, builds[row[BUILD]], kept)
         free = 0
-        for n in range(row[COUNT]):
+        for n in range(GPUS):
             free += mask >> n & 1
         count = min(count, free // shape[S_COUNT]) if reason == 0 else 0
     if shape[S_CPU] > 0:
@@ -125,47 +121,33 @@ def _capacity(
     return count
 
 
-@njit(cache=True)
+@_compiled
 def capacities(
-    rows,
-    shapes,
-    s,
-    builds,
-    compat,
-    prices,
-    cpu_prices,
-    values,
-    whole,
-    step_mib,
-    keys,
-    most,
-    room,
-    left_mib,
-    idle,
-):
-    """Of each node how many of the tasks it takes, its free GPU memory and its whole GPUs; 0 where none fits."""
-    codes = np.zeros(most + 1, np.int64)
-    shape = shapes[s]
+    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib, work,
+    keys, most, room, left_mib, idle,
+):  # fmt: skip
+    """Of each node how many of the tasks it takes, its free GPU memory and its whole GPUs; 0 where none fits. Returns
+    how many all of them take."""
+    shape, total = shapes[s], np.int64(0)
     for node in range(len(rows)):
         room[node] = 0
         if keys[s, node] < 0:
             continue
         row = rows[node]
-        build, kept = builds[row[BUILD]], compat[s, row[BUILD]]
         room[node] = _capacity(
-            row, shape, build, kept, most, rows, node, builds, codes,
-            prices, cpu_prices, values, whole, step_mib,
+            rows, node, shape, builds, compat[s, row[BUILD]],
+            prices, cpu_prices, values, whole, step_mib, work, most,
         )  # fmt: skip
+        total += room[node]
         left_mib[node] = 0
-        for n in range(row[COUNT]):
+        for n in range(GPUS):
             left_mib[node] += row[PIECES + n]
-        idle[node] = idle_gpus(row, build)
+        idle[node] = idle_gpus(row, builds[row[BUILD]])
+    return total
 
 
-@njit(cache=True)
-def _set_of(
-    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, count, codes, first, known
-):
+@_compiled
+def _set_of(rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work, count, known):
     """The GPUs that so many tasks get on the node. Where whole GPUs are asked for and all idle ones can be had, that
     follows from which are idle: `known` holds what was found for nodes alike."""
     row = rows[node]
@@ -179,33 +161,33 @@ def _set_of(
             used = known[row[BUILD], mask, count]
             if used < 0:
                 _, used = _fill_node(
-                    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib,
-                    count, codes, first,
+                    rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work,
+                    count, work[WORK:], 0,
                 )  # fmt: skip
                 known[row[BUILD], mask, count] = used
             return used
     _, used = _fill_node(
-        rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, count, codes, first
-    )
+        rows, node, shape, builds, kept, prices, cpu_prices, values, whole, step_mib, work,
+        count, work[WORK:], 0,
+    )  # fmt: skip
     return used
 
 
-@njit(cache=True)
+@_compiled
 def best_single(
-    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib,
+    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib, work,
     room, left_mib, idle, name_order, most, known, nodes, amounts,
 ):  # fmt: skip
     """The one node that takes all tasks at the least cost; then with the fewest whole GPUs, the least free memory, the
     first name. Answers as `best_domain`."""
     best, best_cost = -1, NOTHING
-    codes = np.zeros(most, np.int64)
     for node in range(len(rows)):
         if room[node] < most:
             continue
         b = rows[node, BUILD]
         used = _set_of(
-            rows, node, shapes[s], builds, compat[s, b], prices, cpu_prices, values, whole, step_mib,
-            most, codes, 0, known,
+            rows, node, shapes[s], builds, compat[s, b], prices, cpu_prices, values, whole, step_mib, work,
+            most, known,
         )  # fmt: skip
         cost = builds[b, SETS + used]
         if cost < best_cost or (cost == best_cost and _is_before(node, best, idle, left_mib, name_order)):
@@ -214,7 +196,7 @@ def best_single(
     return 0 if best < 0 else 1
 
 
-@njit(cache=True, inline="always")
+@_inlined
 def _is_before(first, second, idle, left_mib, name_order):
     if idle[first] != idle[second]:
         return idle[first] < idle[second]
@@ -223,7 +205,7 @@ def _is_before(first, second, idle, left_mib, name_order):
     return name_order[first] < name_order[second]
 
 
-@njit(cache=True, inline="always")
+@_inlined
 def _between(tree, first, second, costs):
     """Communication cost between two nodes: see `vgpu.topology.node_cost`."""
     if tree[first, PLACE] == tree[second, PLACE]:
@@ -231,7 +213,7 @@ def _between(tree, first, second, costs):
     return costs[1] if tree[first, ZONE] == tree[second, ZONE] else costs[2]
 
 
-@njit(cache=True)
+@_compiled
 def _greedy(start, end, room, left_mib, idle, name_order, tree, costs, most, ends, nodes, amounts):
     """Fills the nodes of a range one after the other, each time the one that takes most of what is left; closest to
     the last one; with the fewest whole GPUs, the least free memory, the first name. (How many nodes; cost between
@@ -274,9 +256,9 @@ def _greedy(start, end, room, left_mib, idle, name_order, tree, costs, most, end
     return count, cost
 
 
-@njit(cache=True)
+@_compiled
 def best_domain(
-    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib,
+    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib, work,
     room, left_mib, idle, name_order, most, known, nodes, amounts, tree, costs, starts,
 ):  # fmt: skip
     """The domain, one of the ranges between `starts`, whose nodes take all tasks at the least cost; then with the
@@ -284,8 +266,7 @@ def best_domain(
     stand in `nodes`, and how many tasks each gets in `amounts`."""
     ends = max(np.int64(1), shapes[s, S_COUNT])
     best_count, best_cost, best_idle, best_left, best_name = 0, NOTHING, NOTHING, NOTHING, NOTHING
-    try_nodes, try_amounts = np.zeros(most, np.int64), np.zeros(most, np.int64)
-    codes = np.zeros(most, np.int64)
+    try_nodes, try_amounts = work[WORK + most : WORK + 2 * most], work[WORK + 2 * most :]
     for d in range(len(starts) - 1):
         members, total = 0, np.int64(0)
         sum_idle, sum_left, first_name = np.int64(0), np.int64(0), NOTHING
@@ -308,8 +289,8 @@ def best_domain(
             node = try_nodes[n]
             b = rows[node, BUILD]
             used = _set_of(
-                rows, node, shapes[s], builds, compat[s, b], prices, cpu_prices, values, whole, step_mib,
-                try_amounts[n], codes, 0, known,
+                rows, node, shapes[s], builds, compat[s, b], prices, cpu_prices, values, whole, step_mib, work,
+                try_amounts[n], known,
             )  # fmt: skip
             cost += builds[b, SETS + used]
         is_better = cost < best_cost
@@ -321,27 +302,24 @@ def best_domain(
             else:
                 is_better = first_name < best_name
         if is_better:
-            best_count, best_cost, best_idle, best_left, best_name = (
-                count,
-                cost,
-                sum_idle,
-                sum_left,
-                first_name,
-            )
-            nodes[:most], amounts[:most] = try_nodes, try_amounts
+            best_count, best_cost = count, cost
+            best_idle, best_left, best_name = sum_idle, sum_left, first_name
+            for n in range(count):
+                nodes[n], amounts[n] = try_nodes[n], try_amounts[n]
     return best_count
 
 
-@njit(cache=True)
+@_compiled
 def fill(
-    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib, nodes, amounts, used, codes
-):
+    rows, shapes, s, builds, compat, prices, cpu_prices, values, whole, step_mib, work,
+    nodes, amounts, used, codes,
+):  # fmt: skip
     """What each task gets, node after node, as `kernels.choose` tells it."""
     at = 0
     for n in range(used):
         kept = compat[s, rows[nodes[n], BUILD]]
         _fill_node(
-            rows, nodes[n], shapes[s], builds, kept, prices, cpu_prices, values, whole, step_mib,
+            rows, nodes[n], shapes[s], builds, kept, prices, cpu_prices, values, whole, step_mib, work,
             amounts[n], codes, at,
         )  # fmt: skip
         at += amounts[n]

@@ -430,11 +430,11 @@ class Index:
         tables = (
             self._rows, self._shapes, asked.number, self._build_table, self._compat,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
+            np.empty(gang_kernels.WORK + 3 * count, np.int64),
         )  # fmt: skip
-        room, left_mib, idle = (np.zeros(size, np.int64) for _ in range(3))
+        room, left_mib, idle = (np.empty(size, np.int64) for _ in range(3))
         on, amounts, codes = (np.zeros(count, np.int64) for _ in range(3))
-        gang_kernels.capacities(*tables, self._keys, count, room, left_mib, idle)
-        if room.sum() < count:
+        if gang_kernels.capacities(*tables, self._keys, count, room, left_mib, idle) < count:
             return None
         most = min(count, k.GPUS)  # a node takes no more of those that have a GPU each
         known = np.full((len(self._build_table), 1 << k.GPUS, most + 1), -1, np.int64)
