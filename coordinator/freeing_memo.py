@@ -9,7 +9,7 @@ number for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ class Memo:
     def __init__(self) -> None:
         self._nodes: object = None
         self.now_ms = 0
-        self._taken: dict[int, tuple[Draft, int]] = {}
+        self._taken: dict[int, tuple[ref[Draft], int]] = {}
         self._log: list[int] = []
         self._shapes: dict[tuple[TaskShape, Constraints], _Kept] = {}
 
@@ -63,7 +63,8 @@ class Memo:
         self.now_ms = holdings.now_ms
         changed, index.reread = index.reread, set()
         number = index._nodes.number
-        taken = {number[node]: (holdings.draft, len(spots)) for node, spots in holdings.taken.items()}
+        draft = ref(holdings.draft)
+        taken = {number[node]: (draft, len(spots)) for node, spots in holdings.taken.items()}
         changed |= {n for n, mark in self._taken.items() if taken.get(n) != mark}
         changed |= {n for n, mark in taken.items() if self._taken.get(n) != mark}
         self._taken = taken
