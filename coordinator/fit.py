@@ -142,7 +142,7 @@ def _choice(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | 
         gpus = (_worst_connected(row, free),)
         mean = row.build.topology.mean_cost_milli
         # A GPU with no other beside it is the worst connected of all.
-        score = (0 if mean < 0 else 1, -mean)
+        score = (0 if mean < 0 else 1, -mean, 0 if _has_broken_group(row) else 1)
     elif request.count:
         return _fraction(task, row, names, worth)
     found = _found(task, row, gpus, names, (), cost)
@@ -187,6 +187,15 @@ def _worst_connected(row: Row, free: Sequence[int]) -> int:
     topology, everything = row.build.topology, range(len(row.pieces))
     idle = [n for n in everything if row.is_idle(n)]
     return min(free, key=lambda n: (-topology.cost_to(n, idle), -topology.cost_to(n, everything), n))
+
+
+def _has_broken_group(row: Row) -> bool:
+    """An idle GPU stands nearest to one that is not: taking it breaks no NVLink group, no pair behind a switch."""
+    topology = row.build.topology
+    return not topology.is_flat and any(
+        row.is_idle(gpu) and not all(row.is_idle(other) for other in topology.nearest(gpu))
+        for gpu in range(len(row.pieces))
+    )
 
 
 def _left_over(request: SliceRequest, row: Row, gpu: int) -> tuple[int, int]:

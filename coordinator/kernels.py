@@ -38,7 +38,9 @@ R_LABELS, R_MODEL, R_IDLE, R_TOTAL, R_DISTINCT, R_GPU_MEMORY, R_MILLI, R_ISOLATI
 )  # fmt: skip
 # columns of the sums of a node: see `_sum_up`; its bounds for each price of CPU stand at the end. Behind those of all
 # nodes stands room to work in.
-SUM_IS_KNOWN, SUM_IDLE, SUM_LEFT, SUM_WORTH, SUM_BOUNDS, SUM_WIDTH = 0, 1, 2, 3, 4, 12
+SUM_IS_KNOWN, SUM_IDLE, SUM_LEFT, SUM_BREAKS, SUM_WORTH, SUM_BOUNDS, SUM_WIDTH = 0, 1, 2, 3, 4, 5, 13
+# Of the number in PLACE so many bits are the rank by remoteness; above them is that by how badly the GPUs are connected.
+REMOTE_BITS = 16
 UNKNOWN = -100
 NOTHING = np.int64(1 << 62)
 
@@ -169,6 +171,31 @@ def _worst_connected(row, build, mask):
 
 
 @_compiled
+def _has_broken_group(row, build):
+    if build[FLAT]:
+        return False
+    for n in range(row[COUNT]):
+        if not _is_idle(row, build, n):
+            continue
+        least, is_broken = NOTHING, False
+        for other in range(row[COUNT]):
+            cost = build[PAIRS + n * GPUS + other]
+            if other != n and cost <= least:
+                is_broken = (cost == least and is_broken) or not _is_idle(row, build, other)
+                least = cost
+        if is_broken:
+            return True
+    return False
+
+
+@_compiled
+def rank_of_whole(place, breaks):
+    """What decides first where one whole GPU goes: worst connected, then broken already, then most remote."""
+    remote = (1 << REMOTE_BITS) - 1
+    return (place >> REMOTE_BITS) << (REMOTE_BITS + 1) | breaks << REMOTE_BITS | place & remote
+
+
+@_compiled
 def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
     """What the answers of all shapes have in common about a node, kept until its row changes."""
     idle, left_mib = 0, 0
@@ -176,6 +203,7 @@ def _sum_up(row, build, price, cpu_prices, values, whole, step_mib, sums):
         idle += _is_idle(row, build, n)
         left_mib += row[PIECES + n]
     sums[SUM_IDLE], sums[SUM_LEFT] = idle, left_mib
+    sums[SUM_BREAKS] = 0 if _has_broken_group(row, build) else 1
     if len(cpu_prices) and price:
         bound = _bounds(row, build, cpu_prices, values, whole, step_mib, 0, 0, 0, 0, sums[SUM_BOUNDS:])
         sums[SUM_WORTH] = price * bound // 1000
@@ -219,7 +247,7 @@ def _answer(
         chosen, cost, size = _least_cost(build, mask, want)
         score = (cost << 6) | size
     elif shape[S_WHOLE]:
-        chosen, score = mask & -mask, row[PLACE]
+        chosen, score = mask & -mask, rank_of_whole(row[PLACE], sums[SUM_BREAKS])
     else:
         return _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mib, sums)
     if not is_known:

@@ -284,9 +284,10 @@ class Search:
         self._answers[node] = answer
 
     def _score(self, node: str, found: Fit) -> Score:
-        """One whole GPU goes to the most remote node first; nothing else looks beyond the node."""
+        """One whole GPU goes to the node whose GPUs are connected worst, then to what is broken already, then to the
+        most remote node; nothing else looks beyond the node."""
         if self._task.gpus.is_whole and self._task.gpus.count == 1:
-            return (-self._draft.remoteness(node), *found.score)
+            return (*found.score[:3], -self._draft.remoteness(node), *found.score[3:])
         return found.score
 
     def _tie(self, node: str) -> tuple[int, str]:

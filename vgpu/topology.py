@@ -103,6 +103,13 @@ class NodeTopology:
             gpu for gpu in among if gpu in gpus or any(self.pairs[gpu][member] <= widest for member in gpus)
         )
 
+    def nearest(self, gpu: int) -> tuple[int, ...]:
+        """The other GPUs that cost the least: with it they are its NVLink group, or what is behind its switch."""
+        row = self.pairs[gpu]
+        others = [other for other in range(len(row)) if other != gpu]
+        least = min((row[other] for other in others), default=0)
+        return tuple(other for other in others if row[other] == least)
+
     @property
     def is_flat(self) -> bool:
         """All pairs cost the same: the node has no domains below itself."""

@@ -215,16 +215,17 @@ def test_all_memory_and_a_part_of_the_compute_needs_a_card_with_all_its_memory()
 
 
 def test_one_gpu_goes_to_the_most_remote_node():
-    """n3 stands alone in its rack, so sets over n1 and n2 stay whole."""
+    """n3 stands alone in its rack, so sets over n1 and n2 stay whole; but no group is broken for that."""
     nodes = [
         node("n1", labels={"rack": "r1"}),
         node("n2", labels={"rack": "r1"}),
         node("n3", labels={"rack": "r2"}),
     ]
     assert where(world(*nodes), spec()) == ("n3", (0,))
-    assert where(world(*nodes, jobs=(whole("w", "n1", 0, 1, 2),)), spec()) == ("n3", (0,)), (
+    assert where(world(*nodes, jobs=(whole("w", "n1", 0, 1, 2, 3),)), spec()) == ("n3", (0,)), (
         "before the fullest"
     )
+    assert where(world(*nodes, jobs=(whole("w", "n1", 0, 1, 2),)), spec()) == ("n1", (3,)), "a broken group"
 
 
 def test_one_gpu_goes_to_the_node_whose_gpus_are_connected_worst():
