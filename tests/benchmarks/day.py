@@ -21,7 +21,6 @@ import heapq
 import os
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import aclosing
 from random import Random
 from typing import Any
@@ -73,7 +72,7 @@ from jobspecs.reading import read_spec
 from tests.benchmarks import record
 from tests.benchmarks.agents import Fleet, Rpc
 from tests.benchmarks.load import spec
-from tests.benchmarks.world import CLUSTER_MEMORY_MIB, TENANTS, world
+from tests.benchmarks.world import CLUSTER_MEMORY_MIB, TENANTS, world, write_all
 from tests.etcd_server import find_etcd
 from vgpu.inventory import GpuReport, NodeInventory, NodeReport
 from vgpu.slices import Slice
@@ -85,7 +84,6 @@ STEPS_AN_HOUR = 3600 // STEP_SECONDS
 MEAN_RUN_SECONDS = 3600
 BEGIN_MS = 1_764_547_200_000
 TRANSACTIONS_IN_FLIGHT = 32
-PUTS_AT_ONCE = 100
 LEASE_SECONDS = 24 * 3600
 # A day is over when the file has stopped growing: the last quarter may add this much to the most before it.
 MOST_GROWTH = 1.1
@@ -237,26 +235,15 @@ async def fill(store: EtcdStore, host: str, nodes: int, random: Random) -> tuple
     await fleet.rpc.close()
     lease = await store.grant_lease(LEASE_SECONDS)
     quota = CLUSTER_MEMORY_MIB // len(TENANTS)
-    await _put(store, (Put(tenant_key(name), encode(Tenant(name, quota))) for name in TENANTS))
-    await _put(store, (Put(inventory_key(one.node), encode(one)) for one in inventories))
+    await write_all(store, (Put(tenant_key(name), encode(Tenant(name, quota))) for name in TENANTS))
+    await write_all(store, (Put(inventory_key(one.node), encode(one)) for one in inventories))
     reports = (NodeReport(one.node, 0, BEGIN_MS, ()) for one in inventories)
-    await _put(store, (Put(report_key(report.node), encode(report), lease) for report in reports))
+    await write_all(store, (Put(report_key(report.node), encode(report), lease) for report in reports))
     kept = SETTINGS.done_retention_jobs
     ended_ms = (BEGIN_MS - 2_000 * DAY_SECONDS * (kept - n) // kept for n in range(kept))
     jobs = (ended_job(n, at, random, inventories[n % nodes]) for n, at in enumerate(ended_ms))
-    await _put(store, (Put(done_key(job.id), encode(job)) for job in jobs))
+    await write_all(store, (Put(done_key(job.id), encode(job)) for job in jobs))
     return inventories, lease
-
-
-async def _put(store: EtcdStore, puts: Iterable[Put]) -> None:
-    batch: list[Put] = []
-    for put in puts:
-        batch.append(put)
-        if len(batch) == PUTS_AT_ONCE:
-            await store.txn([], batch)
-            batch = []
-    if batch:
-        await store.txn([], batch)
 
 
 class _Patient(EtcdStore):

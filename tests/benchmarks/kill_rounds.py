@@ -44,7 +44,7 @@ NODE_LOST_SECONDS = (
 JOBS_A_ROUND = 20
 ALLOWED_BEYOND_LEASE_SECONDS = 2.0
 DRAIN_SECONDS = 120
-DECISION_SECONDS = 30
+DECISION_SECONDS = 120
 HANDOVERS = 2
 LEADERS = ("s1", "s2")
 NODES = ("n1", "n2")
@@ -95,7 +95,7 @@ async def _round(live: LiveCluster, admin: Client, number: int, ran: Path, jobs:
     before = len(_lines(ran))
     wanted = [spec(f"r{number}-{n}", *command, tenant="a", gpus=1) for n in range(jobs)]
     tally.jobs += [job["id"] for job in await admin.submit(wanted)]
-    await live.until(lambda: len(_lines(ran)) > before + 1)
+    await live.until(lambda: len(_lines(ran)) > before + 1, seconds=DRAIN_SECONDS)
     leader = await _leader(live)
     agent = NODES[number // 5 % len(NODES)] if number % 5 == 4 else ""
     if agent:

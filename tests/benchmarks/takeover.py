@@ -47,12 +47,11 @@ from jobspecs.render import grants_for
 from tests.benchmarks.agents import Fleet, Rpc
 from tests.benchmarks.load import spec
 from tests.benchmarks.record import Row
-from tests.benchmarks.world import TENANTS, world
+from tests.benchmarks.world import TENANTS, world, write_all
 from vgpu.inventory import NodeReport
 from vgpu.slices import Slice
 
 LEASE_SECONDS = 600
-PUTS_AT_ONCE = 120
 
 
 class FirstCommit(EtcdStore):
@@ -173,8 +172,7 @@ async def _fill(store: EtcdStore, host: str, nodes: int, waiting: int, running: 
         puts.append(Put(job_key(job.id), encode(live)))
         puts += [Put(grant_key(grant.node, job.id, 1), encode(grant)) for grant in grants]
         puts.append(Put(task_key(inventory.node, job.id, 1, 0), encode(task)))
-    for start in range(0, len(puts), PUTS_AT_ONCE):
-        await store.txn([], puts[start : start + PUTS_AT_ONCE])
+    await write_all(store, puts)
     await fleet.rpc.close()
 
 

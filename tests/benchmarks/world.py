@@ -8,8 +8,9 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from coordinator.dev.parts import Part, start
 from coordinator.etcd_store import EtcdSettings, EtcdStore
 from coordinator.model import Tenant
 from coordinator.records import ROOT, Token, encode, tenant_key, token_key
-from coordinator.store import Put
+from coordinator.store import Put, StoreUnavailable
 from tests.benchmarks.load import Load
 from tests.etcd_server import EtcdServer, make_members
 
@@ -29,6 +30,7 @@ TOKEN = "admin-token-of-the-bench"
 TENANTS = tuple(f"team-{letter}" for letter in "abcdefgh")
 CLUSTER_MEMORY_MIB = 1_000 * 8 * 80 * 1024
 START_SECONDS = 60.0
+PUTS_AT_ONCE = 120
 
 
 class World:
@@ -138,6 +140,18 @@ async def world(nodes: int, members: int = 1, options: Sequence[str] = ()) -> As
         for server in servers:
             server.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def write_all(store: EtcdStore, puts: Iterable[Put]) -> None:
+    """In transactions of many, each again until it is durable: before a bench begins a slow disk is no fault."""
+    rest = iter(puts)
+    while batch := list(islice(rest, PUTS_AT_ONCE)):
+        while True:
+            try:
+                await store.txn([], batch)
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(1)
 
 
 def _cpu_seconds(pid: int) -> float:
