@@ -137,6 +137,7 @@ class Cluster:
             restless=frozenset(self._restless | lost_jobs),
             unreadable=self._machines.unreadable_keys,
             silent_together=self._machines.silent_together,
+            clocks_off=self._machines.clocks.off,
             next_due_ms=min((t for t in (next_due_ms, node_due_ms) if t is not None), default=None),
         )
 

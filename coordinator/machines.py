@@ -17,6 +17,7 @@ from attrs import define, field
 
 from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskState
+from coordinator.node_clocks import NodeClocks
 from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Use, ViewLog, build_of
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
@@ -92,6 +93,7 @@ class Machines:
         self._nodes_of: Counter[NodeBuild] = Counter()
         self._are_kinds_stale = False
         self._silence = MassSilence(settings.mass_silence_percent, settings.mass_silence_hold_seconds)
+        self.clocks = NodeClocks()
         self.news = 0  # grows with what may let a cycle decide otherwise
 
     @property
@@ -151,6 +153,7 @@ class Machines:
             machine.report = None
             machine.missing_since_ms = now_ms
             self._silent[event.node] = machine
+            self.clocks.gone(event.node)
         elif isinstance(event, model.AdminSeen):
             self._machine(event.admin.node).admin = event.admin
         elif isinstance(event, model.AdminGone):
@@ -266,6 +269,7 @@ class Machines:
         machine.report = report
         machine.missing_since_ms = None
         machine.has_reported = True
+        self.clocks.reported(report.node, report.at_ms, now_ms)
         self._silent.pop(report.node, None)
         machine.released = {k: at for k, at in machine.released.items() if at >= report.at_ms}
 

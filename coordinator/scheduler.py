@@ -91,6 +91,7 @@ class Scheduler:
         self._due_ms: int | None = None
         self._aside = Aside()
         self._silent_together = 0
+        self._clocks_off: frozenset[str] = frozenset()
         self._no_plan_until_ms = 0
         self._reported_at_ms: dict[tuple[str, str], int] = {}
 
@@ -129,7 +130,7 @@ class Scheduler:
         cluster, phase = self._replica.cluster, self._metrics.phase
         with phase("snapshot"):
             snapshot = self._aside.left_by(cluster.snapshot(now_ms))
-        self._tell_silence(snapshot)
+        self._warn(snapshot)
         self._due_ms = snapshot.next_due_ms
         if self._has_seen(cluster, snapshot.news):
             return False
@@ -208,10 +209,14 @@ class Scheduler:
             log.error("planning fails with nobody waiting: nothing is placed for %d s", FAULT_SECONDS)
             self._no_plan_until_ms = snapshot.now_ms + 1000 * FAULT_SECONDS
 
-    def _tell_silence(self, snapshot: Snapshot) -> None:
+    def _warn(self, snapshot: Snapshot) -> None:
+        """Of what operators should look at, once when it begins."""
         if snapshot.silent_together and not self._silent_together:
             log.warning("nodes=%d fell silent together, none is given up for now", snapshot.silent_together)
         self._silent_together = snapshot.silent_together
+        for node in sorted(snapshot.clocks_off.keys() - self._clocks_off):
+            log.warning("node=%s clock is off by %+d s", node, snapshot.clocks_off[node])
+        self._clocks_off = frozenset(snapshot.clocks_off)
 
     async def _commit(self, intents: Sequence[Intent]) -> Outcome:
         """Comes back once the replica shows what was written."""

@@ -128,6 +128,7 @@ class Snapshot:
     entitled to; `withdrawn` tells when a tenant last took back a job for which slices were reserved. `restless` are the
     live jobs that may have to be settled. `next_due_ms` is the next moment at which time alone changes something.
     `silent_together`: nodes that fell silent at once and are not given up for it.
+    `clocks_off`: by how many seconds the clocks of nodes are ahead, or behind, of those that are off.
     `news` is `Cluster.news`: of two snapshots of one cluster with the same, the later needs no cycle.
     `cluster_memory_mib` and `cluster_compute_milli` are the GPUs of all nodes that are not given up: what a tenant's
     shares are shares of. `kinds` are the kinds of GPU on those nodes that can be used at all, the smallest first."""
@@ -150,6 +151,7 @@ class Snapshot:
     restless: frozenset[str] = frozenset()
     unreadable: tuple[str, ...] = ()
     silent_together: int = 0
+    clocks_off: Mapping[str, int] = field(factory=dict)
     next_due_ms: int | None = None
     worth: Worth | None = None
     news: int = 0

@@ -39,6 +39,11 @@ def _gauges(api: Api) -> Iterator[Gauges]:
         "Nodes that fell silent at once and are not given up for it: trouble of etcd or the network",
         snapshot.silent_together,
     )
+    yield single(
+        "serai_nodes_clock_off",
+        "Nodes whose clock differs from this machine's by seconds",
+        len(snapshot.clocks_off),
+    )
     tenants = sorted(snapshot.tenants.values(), key=lambda tenant: tenant.name)
     held = snapshot.held
     for name, help, values in (

@@ -149,6 +149,7 @@ async def get_cluster(request: web.Request) -> web.Response:
         "revision": snapshot.revision,
         "unreadable": len(api.replica.unreadable),
         "silent_together": snapshot.silent_together,
+        "clocks_off": dict(sorted(snapshot.clocks_off.items())),
         "engine": api.settings.engine,
         "version": api.version,
     }

@@ -287,6 +287,7 @@ _CLUSTER: Mapping[str, Schema] = {
         revision=COUNT,
         unreadable=COUNT,
         silent_together=COUNT,
+        clocks_off={"type": "object", "additionalProperties": {"type": "integer"}},
         engine=TEXT,
         version=TEXT,
     ),

@@ -56,6 +56,9 @@ def cluster(shape: Shape) -> None:
                 "one that is known to be down is given up once it is cordoned",
             )
         )
+    if found.get("clocks_off"):
+        off = ", ".join(f"{node} {seconds:+d} s" for node, seconds in found["clocks_off"].items())
+        lines.append(("clocks", f"off on {off}; set them by NTP: times that they tell are wrong"))
     print_one(found, lines, shape, name="version")
 
 

@@ -193,6 +193,7 @@ class ClusterView(TypedDict):
     revision: int
     unreadable: int
     silent_together: int
+    clocks_off: dict[str, int]
     engine: str
     version: str
 

@@ -15,6 +15,7 @@ from coordinator.model import Job, JobState, Tenant
 from coordinator.store import Delete, Put
 from jobspecs.spec import JobSpec, TaskSpec
 from tests.api_world import GIB, SPEC, Caller, World
+from vgpu.inventory import NodeReport
 
 
 @pytest.fixture
@@ -303,6 +304,23 @@ class TestNodes:
         assert (await admin.get("/v1/cluster"))["nodes"]["unknown"] == 1
         world.clock.advance(700_000)
         assert (await admin.get("/v1/nodes/n1"))["status"] == "lost", "time alone changes it"
+
+    async def test_the_cluster_tells_of_silence_together_and_of_clocks(self, world: World) -> None:
+        """LE-1, LE-11: what only an operator can mend is told by the API, the command and /metrics."""
+        admin, _, _ = await world.callers()
+        cluster = await admin.get("/v1/cluster")
+        assert (cluster["silent_together"], cluster["clocks_off"]) == (0, {})
+        for name in ("n2", "n3", "n4"):
+            await world.put_node(name)
+            await world.write(Delete(records.report_key(name)))
+        for _ in range(2):
+            await world.put(records.report_key("n1"), NodeReport("n1", 1, world.clock() - 90_000, ()))
+        cluster = await admin.get("/v1/cluster")
+        assert (cluster["silent_together"], cluster["clocks_off"]) == (3, {"n1": -90})
+        assert "3 nodes fell silent together" in (await admin.get("/v1/nodes/n2"))["status_reason"]
+        metrics = await (await admin.client.get("/metrics")).text()
+        assert "serai_nodes_silent_together 3.0" in metrics
+        assert "serai_nodes_clock_off 1.0" in metrics
 
     async def test_the_snapshot_is_for_admins_and_readable(self, world: World) -> None:
         admin, a, _ = await world.callers()

@@ -118,6 +118,22 @@ def test_usage_errors(run: Run, words: tuple[str, ...]) -> None:
     assert len(found.stderr.strip().splitlines()) == 1
 
 
+def test_cluster_tells_what_an_operator_has_to_mend(api: FakeApi, run: Run) -> None:
+    """LE-1, LE-11, and records that cannot be read; nothing of it while all is well."""
+    well = {
+        "nodes": {"ready": 1}, "gpus": 0, "memory_mib": 0, "memory_granted_mib": 0, "compute_milli": 0,
+        "compute_granted_milli": 0, "jobs": {}, "leader": None, "revision": 1, "unreadable": 0,
+        "silent_together": 0, "clocks_off": {}, "engine": "agent", "version": "1",
+    }  # fmt: skip
+    api.on("GET", "/v1/cluster", well)
+    found = run("cluster").stdout
+    assert not any(word in found for word in ("unreadable", "silent", "clocks"))
+    api.on("GET", "/v1/cluster", well | {"silent_together": 7, "clocks_off": {"n1": 300, "n2": -60}})
+    found = " ".join(run("cluster").stdout.split())
+    assert "7 nodes, so none of them is given up" in found
+    assert "off on n1 +300 s, n2 -60 s" in found
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -396,6 +396,54 @@ def test_le11_a_new_leader_that_never_heard_the_nodes_holds_too():
     assert w.snapshot().silent_together == 5
 
 
+def told(w: World, offsets: dict[str, int]) -> dict[str, int]:
+    """Reports of all nodes, made by clocks that are so many seconds ahead."""
+    for name, seconds in offsets.items():
+        w.see(model.ReportSeen(report(name, w.now_ms + 1000 * seconds)))
+    return dict(w.snapshot().clocks_off)
+
+
+def test_le1_clocks_that_are_off_are_told_and_decide_nothing():
+    """Five minutes ahead, five behind, one that jumps back an hour, one that is well: no node changes its status, no job
+    is moved or stopped, and who is off is said until the clock is set."""
+    names = ("ahead", "behind", "jumps", "well")
+    w = World(*(node(name, gpus=1) for name in names), lost_seconds=600)
+    w.submit(*(running(f"j-{name}", name, [piece(f"GPU-{name}-0")]) for name in names))
+    for name in names:
+        w.run(f"j-{name}")
+    off = {"ahead": 300, "behind": -300, "jumps": 0, "well": 1}
+    for _ in range(3):
+        w.now += 10
+        seen = told(w, off)
+        assert {view.status for view in w.snapshot().nodes.values()} == {NodeStatus.READY}
+        assert w.settle() == ()
+    assert seen == {"ahead": 300, "behind": -300}
+    off["jumps"] = -3600
+    w.now += 10
+    assert "jumps" not in told(w, off), "one report alone may only have been late"
+    w.now += 10
+    assert told(w, off) == {"ahead": 300, "behind": -300, "jumps": -3600}
+    assert w.settle() == ()
+    w.now += 10
+    assert told(w, dict.fromkeys(names, 0)) == {}
+    w.see(model.ReportGone("ahead"))
+    assert w.snapshot().nodes["behind"].status is NodeStatus.READY
+
+
+def test_le1_a_report_that_lay_in_the_store_says_nothing_about_the_clock():
+    """As when everything is listed at a start; and of a node that is gone nothing is said."""
+    w = World(lost_seconds=600)
+    w.now = 30
+    w.see(model.InventorySeen(node("n1")), model.ReportSeen(report("n1", START_MS)))
+    assert w.snapshot().clocks_off == {}
+    w.now = 40
+    assert told(w, {"n1": 0}) == {}
+    told(w, {"n1": 60})
+    assert told(w, {"n1": 60}) == {"n1": 60}
+    w.see(model.ReportGone("n1"))
+    assert w.snapshot().clocks_off == {}
+
+
 def test_an_administrator_cordons_and_labels():
     w = World(node("n1", labels={"zone": "a", "rack": "r1"}))
     w.see(model.AdminSeen(NodeAdmin("n1", cordoned=True, labels={"zone": "b"})))

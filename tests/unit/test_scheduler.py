@@ -459,3 +459,19 @@ async def test_a_cycle_that_fails_for_ever_ends_the_term() -> None:
             await term.scheduler.run()
         assert await term.metric('serai_cycle_failures_total{part="cycle"}') == MOST_FAILED_CYCLES
         await term.freeze()
+
+
+async def test_the_log_says_once_whose_clock_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    """LE-1: five minutes ahead, in two reports; and nothing is made of it."""
+    async with _cluster(job("j1"), nodes=2) as store:
+        term = await _elect(store, "c1.1")
+        for _ in range(3):
+            ahead = Put(report_key("n2"), encode(report("n2", START_MS + 300_000)))
+            written = await store.txn([], [ahead])
+            await term.replica.wait_for(written.revision)
+            await term.turn_until_quiet()
+        assert [r.getMessage() for r in caplog.records if "clock" in r.getMessage()] == [
+            "node=n2 clock is off by +300 s"
+        ]
+        assert await _live(store) == ["j1"]
+        await term.freeze()
