@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,17 @@ from coordinator.cluster import Cluster
 from coordinator.config import Settings
 from coordinator.dev.parts import Part, PartFailed, ready_line, start
 from coordinator.etcd_store import EtcdSettings, EtcdStore
-from coordinator.records import ROOT, Token, encode, event, inventory_key, token_key
+from coordinator.records import (
+    LEADER,
+    ROOT,
+    Leadership,
+    Token,
+    decode,
+    encode,
+    event,
+    inventory_key,
+    token_key,
+)
 from coordinator.store import Change, Put
 from tests.etcd_server import EtcdServer
 from tests.invariants import check_snapshot
@@ -30,6 +40,7 @@ from tests.invariants import check_snapshot
 ADMIN = "admin-token-of-the-tests"
 SETTINGS = {"report_seconds": 1, "node_lease_seconds": 4, "lost_seconds": 30, "orphan_grace_seconds": 2}
 PATIENCE_SECONDS = 40
+START_SECONDS = 90  # a process that has to import everything on a machine that is busy with ten others
 
 
 class LiveCluster:
@@ -64,7 +75,7 @@ class LiveCluster:
             command += [f"--{option}", value]
         part = self.parts[name] = await self._start(name, command)
         if role == "scheduler":
-            await self.until(lambda: said(part, '"scheduler"'))
+            await self.until(lambda: said(part, '"scheduler"'), seconds=START_SECONDS)
         else:
             self.address = (await self._ready(part))["address"]
         return part
@@ -95,7 +106,7 @@ class LiveCluster:
     async def _ready(self, part: Part) -> dict[str, Any]:
         """What it says once it is ready. One that is not has its log shown, and where each of its processes is."""
         try:
-            return await ready_line(part, seconds=PATIENCE_SECONDS)
+            return await ready_line(part, seconds=START_SECONDS)
         except PartFailed as failed:
             raise AssertionError(f"{failed}\n{await self.last_words(part)}\n{self.logs()}") from None
 
@@ -136,6 +147,18 @@ class LiveCluster:
         except TimeoutError:
             raise AssertionError(f"did not come true in {seconds} s\n{self.logs()}") from None
 
+    async def leader(self) -> str:
+        """The coordinator that leads; empty when none does."""
+        item = await self.store.get(LEADER)
+        return decode(Leadership, item.value).id.rpartition(".")[0] if item is not None else ""
+
+    async def leader_is(self, name: str) -> bool:
+        return await self.leader() == name
+
+    async def address_of(self, name: str) -> str:
+        """Of a coordinator that has said that it is ready."""
+        return str((await ready_line(self.parts[name], seconds=PATIENCE_SECONDS))["address"])
+
     def logs(self) -> str:
         ends = {name: part.last_lines(25) for name, part in self.parts.items()} | {
             "etcd": self.etcd.last_lines(15)
@@ -155,8 +178,9 @@ class LiveCluster:
     async def keys(self, folder: str) -> list[str]:
         return [item.key for item in (await self.store.list(ROOT + folder)).items]
 
-    async def stop(self, parts: Iterable[str] | None = None) -> None:
-        names = list(self.parts if parts is None else parts)
+    async def stop(self, parts: Collection[str] | None = None) -> None:
+        """All of them, or those of `parts` that were started."""
+        names = [name for name in self.parts if parts is None or name in parts]
         await asyncio.gather(*(self.parts[name].stop() for name in names))
         if parts is None:
             for client in self._clients:
@@ -181,13 +205,13 @@ def said(part: Part, text: str) -> bool:
 
 class Flow:
     """Submits a job again and again, each with a key of its own, and keeps what was acknowledged. Each job writes its id
-    to `ran`. `refusal` is the last answer that was no acknowledgement."""
+    to `ran`. `client` may be exchanged; `refusal` is the last answer that was no acknowledgement."""
 
     def __init__(self, client: Client, ran: Path) -> None:
         self.ran = ran
         self.ids: list[str] = []
         self.refusal: ApiError | Unreachable | None = None
-        self._client = client
+        self.client = client
         self._task = asyncio.create_task(self._submit())
 
     async def _submit(self) -> None:
@@ -198,7 +222,7 @@ class Flow:
             wanted = spec(f"j{number}", *command, tenant="a", gpus=1)
             while True:
                 try:
-                    job = await self._client.submit(wanted, idempotency_key=f"key-{number}")
+                    job = await self.client.submit(wanted, idempotency_key=f"key-{number}")
                     break
                 except (ApiError, Unreachable) as error:
                     if isinstance(error, ApiError) and error.status != 503:

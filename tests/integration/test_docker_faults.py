@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ async def _end(client: Client, job: str) -> tuple[str, int, int | None]:
 
 @pytest.mark.timeout(240)
 async def test_agents_die_lose_their_data_and_their_node(tmp_path: Path, docker_engine: DockerEngine) -> None:
-    """RR-1, RR-5, RR-11, EX-7: killed with jobs running, queued and ending; killed and its data folder lost; away for
-    longer than a node may be, and back."""
+    """RR-1, RR-5, RR-11, EX-6: killed with jobs running, queued and ending; killed and its data folder lost; stopped for
+    longer than `lost_seconds` while what it started runs on. Then one retry is used, the second attempt has another
+    number and another node; the first is stopped once the agent looks again, and never comes back in the history."""
     times = {"lease_seconds": 3, "node_lease_seconds": 3, "lost_seconds": 5, "back_off_seconds": 1}
     async with live_cluster(tmp_path, cluster="docker-faults", **times) as live:
         containers = Containers(docker_engine, live)
@@ -132,21 +134,30 @@ async def test_agents_die_lose_their_data_and_their_node(tmp_path: Path, docker_
             assert await containers.lives([*stay, once]) == untouched
             assert await _are(admin, [*stay, once], "RUNNING")
 
-            live.kill("n1")
+            live.kill("n1", signal.SIGSTOP)
             await _start_agent(live, "n2", docker_engine)
             assert await _end(admin, once) == ("FAILED", 1, 125)
             await live.until(lambda: _are(admin, stay, "RUNNING", 2))
+            assert {node["name"]: node["status"] for node in await admin.nodes()} == {
+                "n1": "lost",
+                "n2": "ready",
+            }
             assert not await containers.have_ended(stay[0], 1)
-            await _start_agent(live, "n1", docker_engine)
+            live.kill("n1", signal.SIGCONT)
             for id in (*stay, once):
                 await live.until(lambda id=id: containers.have_ended(id, 1))  # type: ignore[misc]
+            await live.until(lambda: _node_is(admin, "ready"))
             assert await _are(admin, stay, "RUNNING", 2)
             for id in stay:
                 (view,) = (await admin.job(id))["tasks"]
                 assert view["node"] == "n2"
                 await containers.end(id)
                 assert await _end(admin, id) == ("FAILED", 2, 5)
-                assert "LOST" in [entry["state"] for entry in (await admin.job(id))["history"]]
+                history = (await admin.job(id))["history"]
+                assert "LOST" in [entry["state"] for entry in history]
+                assert [entry["attempt"] for entry in history] == sorted(
+                    entry["attempt"] for entry in history
+                )
             assert await live.keys("grants/") == []
             assert await live.keys("tasks/") == []
         finally:

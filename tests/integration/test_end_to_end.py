@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from coordinator.client import ApiError, Client
 from tests.docker_engine import DockerEngine
 from tests.integration.live import LiveCluster, live_cluster, spec
 
-pytestmark = [pytest.mark.etcd, pytest.mark.docker]
+pytestmark = [pytest.mark.etcd, pytest.mark.docker, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-async def cluster(tmp_path: Path, docker_engine: DockerEngine) -> AsyncIterator[tuple[LiveCluster, Client]]:
-    async with live_cluster(
-        tmp_path, cluster=tmp_path.name.replace("_", "-")[:30], launch_retries=1, back_off_seconds=1
-    ) as live:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    tmp_path_factory: pytest.TempPathFactory, docker_engine: DockerEngine
+) -> AsyncIterator[tuple[LiveCluster, Client]]:
+    """One for all tests here: each leaves it empty."""
+    folder = tmp_path_factory.mktemp("end-to-end")
+    async with live_cluster(folder, cluster="end-to-end", launch_retries=1, back_off_seconds=1) as live:
         await live.start_coordinator()
         admin = await live.bootstrap()
         await live.start_agent(

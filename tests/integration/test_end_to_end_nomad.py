@@ -3,21 +3,25 @@ to the chosen node, followed to its end; its slices free, the next job starts.""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from coordinator.client import Client
-from tests.integration.live import spec
+from jobspecs.nomad_job import nomad_job_id
+from tests.integration.live import ADMIN, spec
 from tests.integration.live_nomad import Nomad, nomad_cluster
 
-pytestmark = pytest.mark.etcd
+pytestmark = [pytest.mark.etcd, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-async def nomad(tmp_path: Path) -> AsyncIterator[Nomad]:
-    async with nomad_cluster(tmp_path) as nomad:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def nomad(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nomad]:
+    """One for all tests here, in their order: each leaves it empty, the later ones with other coordinators."""
+    async with nomad_cluster(tmp_path_factory.mktemp("nomad"), lease_seconds=3) as nomad:
         yield nomad
 
 
@@ -54,12 +58,41 @@ async def test_a_coordinator_that_dies_after_registering_starts_nothing_twice(no
     await nomad.live.until(lambda: _is(nomad.admin, job["id"], "RUNNING"))
     nomad.live.kill("c1")
     await nomad.start_coordinator("c2")
-    admin = nomad.live.client("admin-token-of-the-tests")
+    admin = nomad.live.client(ADMIN)
+    await nomad.live.until(lambda: nomad.live.leader_is("c2"))
     await nomad.live.until(lambda: _is(admin, job["id"], "RUNNING"))
-    assert len(nomad.fake.clients.containers) == 1
+    assert len(nomad.containers(job["id"])) == 1
     assert (await admin.job(job["id"]))["attempt"] == 1
     await admin.cancel(job["id"])
     assert (await admin.wait_for(job["id"], timeout_seconds=30))["state"] == "CANCELLED"
+
+
+@pytest.mark.timeout(240)
+async def test_two_leaders_register_one_attempt(nomad: Nomad) -> None:
+    """Nomad's check of a create-only register is not atomic. The first leader is paused when its register was checked
+    and not yet written; the second finds the attempt granted and not started, and registers it too; both are written."""
+    first = await nomad.live.leader()
+    nomad.web.race = race = asyncio.Barrier(2)
+    nomad.web.requests.clear()
+    job = (await nomad.live.client(ADMIN).submit(spec("raced", "sleep", "100", tenant="a", gpus=1)))["id"]
+    await nomad.live.until(lambda: race.n_waiting == 1)
+    nomad.live.kill(first, signal.SIGSTOP)
+    await nomad.start_coordinator("c3")
+    admin = nomad.live.client(ADMIN)
+    await nomad.live.until(lambda: _is(admin, job, "RUNNING"))
+    nomad.web.race = None
+    nomad.live.kill(first, signal.SIGCONT)
+    assert [method for method, _ in nomad.web.requests].count("POST") == 2
+    assert nomad.fake.jobs["default", nomad_job_id("a", "raced", job, 1)]["Version"] == 0
+    nomad.finish(job, "raced", exit_code=3)
+    ended = await admin.wait_for(job, timeout_seconds=40)
+    assert (ended["state"], ended["attempt"], ended["exit_code"]) == ("FAILED", 1, 3)
+    assert (len(nomad.containers(job)), nomad.fake.clients.overlaps) == (1, [])
+    await nomad.live.until(lambda: _nothing_is_granted(nomad))
+
+
+async def _nothing_is_granted(nomad: Nomad) -> bool:
+    return not await nomad.live.keys("grants/")
 
 
 async def _is(client: Client, id: str, state: str) -> bool:

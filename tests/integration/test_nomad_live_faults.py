@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from coordinator.client import Client
 from jobspecs.nomad_job import nomad_job_id
-from tests.integration.live import ADMIN, spec
+from tests.integration.live import spec
 from tests.integration.live_nomad import TENANT, Nomad, nomad_cluster
 
 pytestmark = pytest.mark.etcd
@@ -44,30 +43,6 @@ async def test_what_nomad_does_to_a_cluster(tmp_path: Path) -> None:
         assert await nomad.live.keys("jobs/") == []
         assert await nomad.live.keys("grants/") == []
         assert await nomad.live.keys("tasks/") == []
-
-
-@pytest.mark.timeout(240)
-async def test_two_leaders_register_one_attempt(tmp_path: Path) -> None:
-    """Nomad's check of a create-only register is not atomic. The first leader is paused when its register was checked
-    and not yet written; the second finds the attempt granted and not started, and registers it too; both are written."""
-    async with nomad_cluster(tmp_path, lease_seconds=3) as nomad:
-        nomad.web.race = asyncio.Barrier(2)
-        job = (await nomad.admin.submit(spec("raced", *LONG, tenant=TENANT, gpus=1)))["id"]
-        race = nomad.web.race
-        await nomad.live.until(lambda: race.n_waiting == 1)
-        nomad.live.kill("c1", signal.SIGSTOP)
-        await nomad.start_coordinator("c2")
-        admin = nomad.live.client(ADMIN)
-        await nomad.live.until(lambda: _is(admin, job, "RUNNING"))
-        nomad.web.race = None
-        nomad.live.kill("c1", signal.SIGCONT)
-        registers = [path for method, path in nomad.web.requests if method in ("POST", "PUT")]
-        assert len(registers) == 2
-        assert nomad.fake.jobs["default", nomad_job_id(TENANT, "raced", job, 1)]["Version"] == 0
-        nomad.finish(job, "raced", exit_code=3)
-        await _ends(admin, job, "FAILED", exit_code=3)
-        assert (len(nomad.containers(job)), nomad.fake.clients.overlaps) == (1, [])
-        await nomad.live.until(lambda: _nothing_is_granted(nomad))
 
 
 # --- the faults -----------------------------------------------------------------------------------------------------------
@@ -253,7 +228,3 @@ async def _detail(nomad: Nomad, job: str, text: str) -> bool:
 
 async def _nomad_node(nomad: Nomad, job: str) -> str:
     return nomad.nodes[(await _task(nomad, job))["node"]]
-
-
-async def _nothing_is_granted(nomad: Nomad) -> bool:
-    return not await nomad.live.keys("grants/")
