@@ -17,14 +17,15 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 from tests.simulation.controls import Control
 from tests.simulation.scenario import draw
-from tests.simulation.seeds import Chunk, play_span
+from tests.simulation.seeds import Chunk, find_control, play_span
 from tests.simulation.shrink import Cut, shrunk
 from tests.simulation.world import play
 
@@ -44,14 +45,13 @@ def main() -> int:
     if options.seed is not None:
         return _one(options)
     began = time.monotonic()
-    chunks = list(_play_all(options.first, options.seeds, options.workers))
-    failures = [failure for chunk in chunks for failure in chunk.failures]
-    shown = [_shown(seed, text) for seed, text in failures[:SHRUNK_AT_MOST]]
-    shown += [{"seed": seed, "violation": text} for seed, text in failures[SHRUNK_AT_MOST:]]
     wanted = (
         [Control(options.only_control)] if options.only_control else list(Control) if options.controls else []
     )
-    controls = [_control(control, options.control_seeds) for control in wanted]
+    chunks, controls = _play_all(options, wanted)
+    failures = [failure for chunk in chunks for failure in chunk.failures]
+    shown = [_shown(seed, text) for seed, text in failures[:SHRUNK_AT_MOST]]
+    shown += [{"seed": seed, "violation": text} for seed, text in failures[SHRUNK_AT_MOST:]]
     faults: Counter[str] = Counter()
     for chunk in chunks:
         faults += chunk.faults
@@ -111,13 +111,18 @@ def _numbers(text: str) -> frozenset[int]:
     return frozenset(int(word) for word in text.split(",") if word)
 
 
-def _play_all(first: int, seeds: int, workers: int) -> Iterator[Chunk]:
-    spans = [(start, min(start + CHUNK, first + seeds)) for start in range(first, first + seeds, CHUNK)]
-    if workers <= 1:
-        yield from _told(map(play_span, spans), seeds)
-        return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from _told(pool.map(play_span, spans), seeds)
+def _play_all(
+    options: argparse.Namespace, wanted: Sequence[Control]
+) -> tuple[list[Chunk], list[dict[str, object]]]:
+    """The seeds, and the controls in the same processes beside them."""
+    first, end = options.first, options.first + options.seeds
+    spans = [(start, min(start + CHUNK, end)) for start in range(first, end, CHUNK)]
+    look = partial(find_control, seeds=options.control_seeds)
+    if options.workers <= 1:
+        return list(_told(map(play_span, spans), options.seeds)), [look(control) for control in wanted]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        controls = pool.map(look, wanted)
+        return list(_told(pool.map(play_span, spans), options.seeds)), list(controls)
 
 
 def _told(chunks: Iterator[Chunk], seeds: int) -> Iterator[Chunk]:
@@ -135,15 +140,6 @@ def _shown(seed: int, violation: str) -> dict[str, object]:
     command = f"python -m tests.simulation --seed {seed}{cut.options()} --story"
     print(f"seed {seed}, made smaller: {command}", flush=True)
     return {"seed": seed, "violation": violation, "replay": command, "story": result.story[-60:]}
-
-
-def _control(control: Control, seeds: int) -> dict[str, object]:
-    """The first seed at which the missing safeguard is noticed."""
-    for seed in range(seeds):
-        result = play(draw(seed, late=control is Control.RENEWAL_OFF), control)
-        if result.failure:
-            return {"control": control.value, "found_at_seed": seed, "violation": result.failure}
-    return {"control": control.value, "found_at_seed": None, "seeds": seeds}
 
 
 if __name__ == "__main__":

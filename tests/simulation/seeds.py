@@ -1,4 +1,4 @@
-"""Plays seeds in a row; what a worker process is asked for."""
+"""Plays seeds in a row, and looks for controls; what a worker process is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 
 from attrs import frozen
 
+from tests.simulation.controls import Control
 from tests.simulation.scenario import draw
 from tests.simulation.world import Result, play
 
@@ -53,3 +54,12 @@ def _played(seed: int) -> Result:
         return play(draw(seed))
     except Exception as error:
         return Result(seed, f"the simulation broke: {error!r}", 0, {}, 0, 0.0, ())
+
+
+def find_control(control: Control, seeds: int) -> dict[str, object]:
+    """The first seed at which the missing safeguard is noticed."""
+    for seed in range(seeds):
+        result = play(draw(seed, late=control is Control.RENEWAL_OFF), control)
+        if result.failure:
+            return {"control": control.value, "found_at_seed": seed, "violation": result.failure}
+    return {"control": control.value, "found_at_seed": None, "seeds": seeds}
