@@ -15,7 +15,9 @@ them: a hundred thousand waiting jobs of fifty shapes have fifty reasons.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot
-from coordinator.queues import Cards, Line, TenantQueue, overdue, wanted
+from coordinator.queues import Cards, Line, TenantQueue, fronts_of, overdue, wanted
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from vgpu.reasons import Reason, ReasonCode
@@ -92,12 +94,14 @@ class _Cycle:
         self.policy = policy
         self.cards = Cards(snapshot)
         self.standings = Standings(snapshot, policy)
-        self.entitlement = Entitlement(snapshot, policy, wanted(snapshot, self.cards))
+        self.fronts = fronts_of(snapshot, self.cards)
+        self.entitlement = Entitlement(snapshot, policy, wanted(self.fronts))
         self.room = Room(Draft(snapshot, index=memo), policy)
         self.queues: dict[str, TenantQueue] = {}
         self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
         self.open = ALL_SHAPES
         self.refusals = 0
+        self.has_asked_all = False
         self.placements: list[Placement] = []
         self.starving: dict[str, set[str]] = {}
 
@@ -137,8 +141,11 @@ class _Cycle:
 
     def serve_everybody(self) -> None:
         """By priority, each by its tenant's order, within what the reservation leaves open to it."""
-        turns, room = self._turns(), self.room
+        turns, room, asked = self._turns(), self.room, self.has_asked_all
         while turns and not self._is_full:
+            if asked is not self.has_asked_all:
+                turns, asked = self._turns(), True
+                continue
             tenant = turns[0][-1]
             head = self._queue(tenant).first(self.open)
             if head is None:
@@ -183,7 +190,9 @@ class _Cycle:
             self.refusals += 1
             if self.refusals == _MANY_REFUSALS:
                 # Those refused already are asked with the others: the set is that of the last cycle then.
-                self.open &= self.room.fitting(self.cards.fronts.shapes(self._waiting_shapes()))
+                waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
+                self.open &= self.room.fitting(self.cards.fronts.shapes(waiting))
+                self.has_asked_all = True
 
     def _pass_over(self, tenant: str) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one."""
@@ -203,19 +212,13 @@ class _Cycle:
             self.queues[tenant] = known
         return known
 
-    def _waiting_shapes(self) -> int:
-        """Of all tenants, as bits."""
-        bits = 0
-        for tenant, lines in self.snapshot.lines.items():
-            bits |= self.cards.fronts.of(tenant, lines, self.cards).bits
-        return bits
-
     @property
     def _is_full(self) -> bool:
         return len(self.placements) >= self.policy.placements_per_cycle
 
     def _turns(self) -> list[tuple[bool, int, str]]:
-        turns = list(self.turns.values())
+        """Of those who may still have a chance."""
+        turns = [self.turns[tenant] for tenant, front in self.fronts.items() if front.bits & self.open]
         heapq.heapify(turns)
         return turns
 

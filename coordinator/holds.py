@@ -17,8 +17,10 @@ less busy.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 from attrs import evolve, frozen
 
@@ -141,14 +143,9 @@ class Room:
 
     def fitting(self, shapes: Mapping[int, Shape]) -> int:
         """Of these shapes, each by its bit, those that may find room in the whole draft; the others are refused."""
-        fits = self.draft.fitting(list(shapes.values()))
-        left = 0
-        for (bit, shape), is_fitting in zip(shapes.items(), fits, strict=True):
-            if is_fitting:
-                left |= bit
-            else:
-                self._refused[self.draft].add(shape)
-        return left
+        fits = self.draft.fitting(shapes)
+        self._refused[self.draft].update(compress(shapes.values(), map(operator.not_, fits)))
+        return sum(compress(shapes, fits))
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""

@@ -87,9 +87,14 @@ def overdue(snapshot: Snapshot, tenant: str, max_wait_seconds: int) -> list[tupl
     return late
 
 
-def wanted(snapshot: Snapshot, cards: Cards) -> Mapping[str, Use]:
+def fronts_of(snapshot: Snapshot, cards: Cards) -> dict[str, Front]:
+    """By tenant: what of its lines is the same until they change."""
+    return {tenant: cards.fronts.of(tenant, lines, cards) for tenant, lines in snapshot.lines.items()}
+
+
+def wanted(fronts: Mapping[str, Front]) -> Mapping[str, Use]:
     """What the waiting jobs of each tenant would hold."""
-    return {tenant: cards.fronts.of(tenant, lines, cards).wanted for tenant, lines in snapshot.lines.items()}
+    return {tenant: front.wanted for tenant, front in fronts.items()}
 
 
 # More lines than this are dropped all at once.
@@ -115,7 +120,7 @@ Entry = tuple[Order, Line, int, Job]
 
 
 @frozen(eq=False)
-class _Front:
+class Front:
     """What is the same for all cycles while a tenant's lines stay as they are: the first jobs of all of them in order,
     their shapes, what all of them want, when the oldest came. `is_plain`: none of the first jobs was ever in a
     back-off."""
@@ -136,7 +141,7 @@ class Fronts:
     place of each shape in sets of bits. Several threads may plan, so a place is never given twice."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Front] = {}
+        self._known: dict[str, Front] = {}
         self._places: dict[Shape, int] = {}
         self._shapes: dict[int, Shape] = {}
         self._next_place = itertools.count()
@@ -165,7 +170,7 @@ class Fronts:
             known = self._last_shapes = bits, found
         return known[1]
 
-    def of(self, tenant: str, lines: Lines, cards: Cards) -> _Front:
+    def of(self, tenant: str, lines: Lines, cards: Cards) -> Front:
         """Lines that are as they were when last asked for cost a comparison each."""
         known = self._known.get(tenant)
         is_same = known is not None and known.kinds == cards.kinds
@@ -174,7 +179,7 @@ class Fronts:
         found = self._known[tenant] = self._made(lines, cards, known.by_key if known and is_same else {})
         return found
 
-    def _made(self, lines: Lines, cards: Cards, old: Mapping[LineKey, Entry]) -> _Front:
+    def _made(self, lines: Lines, cards: Cards, old: Mapping[LineKey, Entry]) -> Front:
         by_key: dict[LineKey, Entry] = {}
         by_bit: dict[int, list[Entry]] = {}
         memory = compute = bits = 0
@@ -195,7 +200,7 @@ class Fronts:
         oldest_ms = min([job.submitted_at_ms for _, _, _, job in heap], default=0)
         is_plain = not any(job.not_before_ms for _, _, _, job in heap)
         use = Use(compute, memory)
-        return _Front(lines, cards.kinds, by_key, by_bit, heap, bits, use, oldest_ms, is_plain)
+        return Front(lines, cards.kinds, by_key, by_bit, heap, bits, use, oldest_ms, is_plain)
 
 
 _MOST_TENANTS = 10_000

@@ -226,6 +226,8 @@ def steady(world: World, waiting: list[Job], departures: int) -> dict[str, float
     world.see(*(world.submitted(job) for job in waiting))
     while (plan := world.cycle()).placements:
         world.commit(plan)
+    gc.collect()
+    gc.freeze()  # as a leader does once it has read the state
     gone, nothing, gone_cpu = [], [], []
     for _ in range(departures):
         job = world.random.choice(list(world.cluster.live_jobs.values()))
@@ -303,7 +305,7 @@ def main() -> None:
     nodes = [int(n) for n in (os.environ.get("NODES") or "500,1000").split(",")]
     modes = (os.environ.get("MODES") or "arrivals,backlog,single,steady").split(",")
     waiting = int(os.environ.get("WAITING") or 5000)
-    departures = int(os.environ.get("DEPARTURES") or 60)
+    departures = int(os.environ.get("DEPARTURES") or 200)
     runs = int(os.environ.get("RUNS") or 1)
     many = os.environ.get("SHAPES") == "many"
     measured(20, "steady", 200, 5, 1, many)  # compiles
