@@ -5,7 +5,6 @@ readable form and the oracle of the tests. The tables of nodes are those of `coo
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from coordinator.kernels import (
     BUILD,
@@ -23,7 +22,9 @@ from coordinator.kernels import (
     S_WHOLE,
     STATE,
     WIDTH,
+    _compiled,
     _free_mask,
+    _inlined,
     _least_cost,
 )
 
@@ -35,13 +36,14 @@ UNKNOWN_MS = 1 << 62
 NEVER_MS = UNKNOWN_MS + 1
 # A job that has run out its time, or was asked to stop, ends soon; it is not over before its end is confirmed.
 SOON_MS = 1000
-# columns of the room that `_change` works in: the row as it becomes free, a copy to fill, who shares each GPU
+# What the functions work in: the row as it becomes free, a copy to fill, who shares each GPU; behind it, half and half,
+# the holders of a node in order and their ends.
 _FILLED = WIDTH
 _SHARING = 2 * WIDTH
-SCRATCH = 2 * WIDTH + 4 * GPUS
+WORK = _SHARING + 4 * GPUS
 
 
-@njit(cache=True)
+@_compiled
 def _how_many(row, shape, build, compat, joins, most):
     """How many such tasks, up to `most`, fit one beside the other. Spends the row."""
     want, count = shape[S_COUNT], 0
@@ -68,7 +70,7 @@ def _how_many(row, shape, build, compat, joins, most):
     return count
 
 
-@njit(cache=True)
+@_compiled
 def _in_order(held, first, last, now_ms, order, ends):
     """Enters the first pieces of all holders by the end of the holder; returns how many holders there are."""
     count = 0
@@ -86,7 +88,7 @@ def _in_order(held, first, last, now_ms, order, ends):
     return count
 
 
-@njit(cache=True)
+@_compiled
 def _free(row, held, first, last, sharing):
     """What one holder had is free."""
     row[CPU] += held[first, H_CPU]
@@ -106,14 +108,16 @@ def _free(row, held, first, last, sharing):
         i += 1
 
 
-@njit(cache=True)
-def _change(
-    row, held, first, last, now_ms, shape, build, compat, joins, most, skip, scratch, order, ends
-):  # fmt: skip
+@_compiled
+def _change(row, held, first, last, now_ms, shape, build, compat, joins, most, skip, work):
     """See `coordinator.freeing.Change`."""
-    free, filled, sharing = scratch[:WIDTH], scratch[_FILLED:_SHARING], scratch[_SHARING:]
-    free[:] = row
-    sharing[:] = 0
+    free, filled, sharing = work[:_FILLED], work[_FILLED:_SHARING], work[_SHARING:WORK]
+    half = (len(work) - WORK) // 2
+    order, ends = work[WORK : WORK + half], work[WORK + half :]
+    for column in range(WIDTH):
+        free[column] = row[column]
+    for n in range(4 * GPUS):
+        sharing[n] = 0
     for i in range(first, last):
         if held[i, H_GPU] >= 0:
             sharing[4 * held[i, H_GPU] + held[i, H_BIT]] += 1
@@ -127,7 +131,8 @@ def _change(
         if most == 1:
             count = np.int64(_how_many(free, shape, build, compat, joins, most))
         else:
-            filled[:] = free
+            for column in range(WIDTH):
+                filled[column] = free[column]
             count = np.int64(_how_many(filled, shape, build, compat, joins, most))
         if before < 0:
             before = count
@@ -136,23 +141,23 @@ def _change(
     return before, np.int64(NEVER_MS), np.int64(0), np.int64(holders), before
 
 
-@njit(cache=True)
-def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, joins, most, skip, longest):
+@_compiled
+def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, joins, most, skip, work):
     """`_change` of one node of a known build."""
-    row = rows[node]
-    b = row[BUILD]
+    b = rows[node, BUILD]
     return _change(
-        row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b], joins[b],
-        most, skip, np.empty(SCRATCH, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64),
+        rows[node], held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b], joins[b],
+        most, skip, work,
     )  # fmt: skip
 
 
-@njit(cache=True)
-def look(rows, nodes, shape, builds, compat, labels, could, joins, most, counts, exact, usable, outside, odd):
+@_compiled
+def look(
+    rows, nodes, shape, builds, compat, labels, could, joins, most, counts, exact, usable, outside, odd, work
+):
     """Sees anew whether the job could use these nodes when empty, whether they are open to work that is not for it, and
     how many of several tasks they take; what changes that is to be found again. Returns (how many nodes are left to
     the caller in `odd`, whether others are usable now)."""
-    filled = np.empty(WIDTH, np.int64)
     left, is_other = 0, False
     for node in nodes:
         row = rows[node]
@@ -170,22 +175,21 @@ def look(rows, nodes, shape, builds, compat, labels, could, joins, most, counts,
         if most > 1:
             counts[node] = 0
             if is_usable:
-                filled[:] = row
-                counts[node] = _how_many(filled, shape, builds[b], compat[b], joins[b], most)
+                for column in range(WIDTH):
+                    work[column] = row[column]
+                counts[node] = _how_many(work, shape, builds[b], compat[b], joins[b], most)
     return left, is_other
 
 
-@njit(cache=True)
+@_compiled
 def first_change(
-    rows, held, starts, lengths, now_ms, shape, builds, compat, joins, most, longest, usable,
+    rows, held, starts, lengths, now_ms, shape, builds, compat, joins, most, work, usable,
     absolute, relative, least_busy, name_order, ends, busy, exact,
 ):  # fmt: skip
     """(the node whose change comes first, whether it is left to the caller to find that change, or to enter who holds
     the node); ties by how busy the node was, then by name. -1: nothing changes.
 
     A change comes no sooner than the first end on its node: what cannot be the first is not looked for."""
-    scratch = np.empty(SCRATCH, np.int64)
-    order, by = np.empty(longest, np.int64), np.empty(longest, np.int64)
     best, best_end, best_busy = -1, np.int64(NEVER_MS), np.int64(0)
     for node in range(len(ends)):
         if exact[node] and usable[node]:
@@ -204,7 +208,7 @@ def first_change(
             return node, True
         _, ends[node], busy[node], _, _ = _change(
             row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
-            joins[b], most, 0, scratch, order, by,
+            joins[b], most, 0, work,
         )  # fmt: skip
         exact[node] = True
         if _is_sooner(ends[node], busy[node], node, best_end, best_busy, best, name_order):
@@ -212,7 +216,7 @@ def first_change(
     return best, False
 
 
-@njit(cache=True, inline="always")
+@_inlined
 def _is_sooner(end, busy, node, best_end, best_busy, best, name_order):
     """What never comes is not sooner than nothing."""
     if end != best_end:

@@ -81,7 +81,7 @@ class Memo:
         count = len(index._nodes.names)
         self.held = np.zeros((8 * count + 64, f.H_WIDTH), np.int64)
         self.starts, self.lengths, self._room = (np.zeros(count, np.int64) for _ in range(3))
-        self._used, self.longest = 0, 1
+        self._used, self.work = 0, np.zeros(f.WORK + 64, np.int64)
         self._next_ms, self._stopping = f.NEVER_MS, 0  # no fixed end is sooner; nodes with another
         # The first end there: one of those that are known, or so long from now; and how busy it is at least.
         self.absolute, self.relative = (np.full(count, f.NEVER_MS, np.int64) for _ in range(2))
@@ -115,7 +115,8 @@ class Memo:
         if length > self._room[n]:
             self._make_room(n, length + length // 2 + 2)
         self.lengths[n] = length
-        self.longest = max(self.longest, length)
+        if f.WORK + 2 * length > len(self.work):
+            self.work = np.zeros(f.WORK + 4 * length, np.int64)
         if lines:
             start = int(self.starts[n])
             self.held[start : start + length] = lines
@@ -198,6 +199,7 @@ class Answers:
         left, is_other = f.look(
             index._rows, nodes, self._shape, index._build_table, self._compat, self._labels, kept.could,
             kept.joins, self._task.count, kept.counts, kept.exact, kept.usable, kept.outside, odd,
+            self._memo.work,
         )  # fmt: skip
         for n in odd[:left].tolist():
             is_other |= self._look_at_odd(n)
@@ -264,7 +266,7 @@ class Answers:
         while True:
             n, is_left = f.first_change(
                 index._rows, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._build_table, self._compat, kept.joins, self._task.count, memo.longest, kept.usable,
+                index._build_table, self._compat, kept.joins, self._task.count, memo.work, kept.usable,
                 memo.absolute, memo.relative, memo.least_busy, index._nodes.name_order, ends, busy, exact,
             )  # fmt: skip
             if not is_left:
@@ -287,7 +289,7 @@ class Answers:
         return Change(
             *f.change_of(
                 index._rows, n, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._build_table, self._compat, self._kept.joins, self._task.count, skip, memo.longest,
+                index._build_table, self._compat, self._kept.joins, self._task.count, skip, memo.work,
             )
         )  # fmt: skip
 

@@ -132,7 +132,7 @@ def compare(kept: Draft, plain: Draft, taken: Taken, shape: Shape) -> None:
             SEEN["gang"] += 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.booleans(), st.integers(0, 1 << 32))
 def test_looked_up_and_walked_through_are_one_answer_property(with_prices: bool, seed: int) -> None:
     w, index, random = world(), Index(), Random(seed)
