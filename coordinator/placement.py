@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from coordinator.index import Index
 
 
-@frozen
-class Spot:
+class Spot(NamedTuple):
     """One task of a job on a node."""
 
     number: int

@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -105,8 +106,7 @@ _SEARCH_DEPTH = 500
 Order = tuple[int, int, tuple[int, ...], int, str]
 
 
-@frozen(eq=False)
-class Line:
+class Line(NamedTuple):
     """The waiting jobs of one tenant, one priority and one shape. `bit` stands for the shape in a set of shapes."""
 
     shape: Shape

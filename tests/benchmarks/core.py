@@ -13,6 +13,8 @@ Placements a second count snapshot and cycle; `with_events` also what the store'
 job and each placement applied. `cpu_us_per_placement` is processor time, which a neighbour disturbs less. One core
 is used; run it pinned (`taskset -c 0`) on a noisy machine. All figures are with the settings' own policy.
 
+With several sizes it also draws how cost grows, `build/bench/core.png`.
+
     NODES=500,1000,4000,10000  WAITING=100000  MODES=arrivals,steady  DEPARTURES=200  RUNS=1  SHAPES=openb|many
 """
 
@@ -22,6 +24,7 @@ import gc
 import os
 import resource
 import time
+from pathlib import Path
 from random import Random
 
 from attrs import evolve
@@ -317,6 +320,28 @@ def main() -> None:
             print(f"{count} nodes, {mode}: done", flush=True)
             record.write("core", rows, record.machine("numpy", "numba", "attrs"))
     print(record.table(rows, _COLUMNS))
+    if len(nodes) > 1:
+        print(f"how cost grows: {drawn(rows)}")
+
+
+def drawn(rows: list[record.Row]) -> Path:
+    """How cost grows with the cluster, both axes logarithmic: what follows the dotted line grows as the cluster does."""
+    import matplotlib.pyplot as plt  # only here: it takes memory, which is one of the figures
+
+    figure, axes = plt.subplots(figsize=(8, 6))
+    for mode, name, label in _CURVES:
+        points = [(row["nodes"], row[name]) for row in rows if row["mode"] == mode and name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    nodes = sorted({float(row["nodes"]) for row in rows})
+    axes.plot(nodes, [nodes_ / nodes[0] for nodes_ in nodes], ":", color="grey", label="as the cluster")
+    axes.set(xscale="log", yscale="log", xlabel="nodes of 8 GPUs", ylabel="ms; us for a placement")
+    axes.legend()
+    axes.grid(visible=True, which="both", alpha=0.3)
+    path = record.FOLDER / "core.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
 
 
 def _best(rows: list[record.Row]) -> record.Row:
@@ -331,6 +356,14 @@ def _best(rows: list[record.Row]) -> record.Row:
     return best
 
 
+# (mode, field, what it is)
+_CURVES = (
+    ("arrivals", "cpu_us_per_placement", "a placement, us"),
+    ("steady", "departure_p50_ms", "cycle after a departure, p50"),
+    ("steady", "departure_p99_ms", "cycle after a departure, p99"),
+    ("steady", "nothing_fits_p99_ms", "cycle in which nothing fits, p99"),
+    ("steady", "all_changed_ms", "every node changed"),
+)
 _COLUMNS = (
     "nodes", "shapes", "waiting", "mode", "placements_per_second", "with_events_per_second", "cpu_us_per_placement",
     "departure_p50_ms", "departure_p99_ms", "nothing_fits_p99_ms", "all_changed_ms", "ready_seconds", "rss_mib",
