@@ -26,6 +26,7 @@ from coordinator.snapshot import Snapshot, shape_of
 from vgpu.reasons import ReasonCode
 
 PATH = "/metrics"
+PHASES = ("snapshot", "settle", "plan", "commit", "watch")
 
 
 class CycleMetrics:
@@ -37,9 +38,10 @@ class CycleMetrics:
         self._exposition = Exposition()
         self._planned: tuple[Snapshot, Plan] | None = None
         self.registry = registry = self._exposition.registry
-        self._phases = Histogram(
+        phases = Histogram(
             "serai_cycle_seconds", "Time of a cycle, by phase", ("phase",), buckets=SECONDS, registry=registry
         )
+        self._phases = {name: phases.labels(name) for name in PHASES}
         self._placements = Histogram(
             "serai_cycle_placements",
             "Jobs placed by a cycle that placed any",
@@ -71,7 +73,7 @@ class CycleMetrics:
         loop = asyncio.get_running_loop()
         began = loop.time()
         yield
-        self._phases.labels(name).observe(loop.time() - began)
+        self._phases[name].observe(loop.time() - began)
 
     def observe_batch(self, jobs: int) -> None:
         self._batches.observe(jobs)
