@@ -44,6 +44,7 @@ from vgpu import isolation
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.topology import Location
 
+_EMPTY = (0,) * k.GPUS
 # Answers for a node of a build that the compiled rules do not know.
 Fallback = Callable[[str], Fit | ReasonCode]
 # More shapes than this are forgotten between two cycles: what nobody asks for any more would fill the memory.
@@ -124,14 +125,17 @@ class Index:
         return self._others[purpose]
 
     def _twin(self) -> Index:
-        """One that knows the same: reading all nodes again would take a hundred times as long."""
-        twin = Index.__new__(Index)
+        """One that knows the same of the nodes, and of shapes nothing yet: others ask there. Reading all nodes again
+        would take a hundred times as long."""
+        twin = Index()
         for name, value in vars(self).items():
-            is_changed = isinstance(value, np.ndarray | dict | list | set)
-            setattr(twin, name, value.copy() if is_changed else value)
+            if name not in ("_keys", "_minima"):  # what all shapes know is large
+                is_changed = isinstance(value, np.ndarray | dict | list | set)
+                setattr(twin, name, value.copy() if is_changed else value)
         twin._others = {}
         twin._nodes = copy(self._nodes)
         twin._nodes.views, twin._nodes.builds = self._nodes.views.copy(), self._nodes.builds.copy()
+        twin._forget_shapes()
         return twin
 
     def price(self, worth: Worth | None) -> None:
@@ -160,20 +164,12 @@ class Index:
                 return False
             changed.append((number, view))
         for number, view in changed:
+            if view.labels != nodes.views[number].labels:
+                self._read_labels(number, view)
             nodes.views[number] = view
-            self._touched.discard(number)
-            self._read(number, view)
+        self._read(changed)
         self._touched.difference_update([self._nodes.number[name] for name in rows])
-        if self._touched:
-            touched = np.fromiter(self._touched, np.int64, len(self._touched))
-            self._make_room(len(touched))
-            self._logged = k.restore(
-                self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
-                self._log, self._logged,
-            )  # fmt: skip
-            for number in self._touched:
-                self._python_rows.pop(number, None)
-            self._touched.clear()
+        self._restore()
         return True
 
     def _rebuild(self, snapshot: Snapshot) -> None:
@@ -196,15 +192,35 @@ class Index:
         self._logged = 0
         self._place_rank = nodes.whole_ranks()
         self._forget_shapes()
-        for number, view in enumerate(nodes.views):
-            self._read(number, view)
+        self._read(list(enumerate(nodes.views)))
+        self._restore()
         self._set_prices(self.worth)
 
-    def _read(self, number: int, view: NodeView) -> None:
-        self._enter_row(number, self._encoded(number, view))
-        self._base[number] = self._rows[number]
-        self._python_rows.pop(number, None)
-        self.reread.add(number)
+    def _read(self, views: Sequence[tuple[int, NodeView]]) -> None:
+        """What the snapshot says of these nodes now; `_restore` makes it hold."""
+        if views:
+            numbers = [number for number, _ in views]
+            rows = [self._encoded(number, view) for number, view in views]
+            for number, row in zip(numbers, rows, strict=True):
+                self._note_build(number, row[k.BUILD])
+            self._base[numbers] = rows
+            self._touched.update(numbers)
+            self.reread.update(numbers)
+
+    def _restore(self) -> None:
+        """Undoes what a draft did."""
+        if self._touched:
+            touched = np.fromiter(self._touched, np.int64, len(self._touched))
+            self._make_room(len(touched))
+            self._logged = k.restore(
+                self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
+                self._log, self._logged,
+            )  # fmt: skip
+            for number in self._touched:
+                self._python_rows.pop(number, None)
+            self._touched.clear()
+
+    def _read_labels(self, number: int, view: NodeView) -> None:
         for constraints, place in self._constraints.items():
             has = view.has_labels(constraints)
             if self._labels[place, number] != has:
@@ -215,13 +231,16 @@ class Index:
         if self._rows[number].tolist() != row or row[k.BUILD] < 0:
             self._idle_in[self._nodes.place[number]] += self._idle(row) - self._idle(self._rows[number])
             self._rows[number] = row
-            self._nodes.builds[number] = row[k.BUILD]
-            if row[k.BUILD] < 0:
-                self._odd_nodes.add(number)
-            else:
-                self._odd_nodes.discard(number)
+            self._note_build(number, row[k.BUILD])
             self._sums[number, k.SUM_IS_KNOWN] = 0
             self._change(number)
+
+    def _note_build(self, number: int, build: int) -> None:
+        self._nodes.builds[number] = build
+        if build < 0:
+            self._odd_nodes.add(number)
+        elif self._odd_nodes:
+            self._odd_nodes.discard(number)
 
     def _idle(self, row: list[int] | Table) -> int:
         """Whole GPUs of a row; those of an odd build are kept in the column of its model instead."""
@@ -236,28 +255,28 @@ class Index:
         if view.name in self._held:
             state |= k.HELD
         build = self._build(row.build)
-        pieces = row.pieces
-        sharing = [sharing_of(piece) for piece in pieces]
+        mib, milli, names, is_open = zip(*row.pieces, strict=True) if row.pieces else ((), (), (), ())
+        sharing = [*map(sharing_of, names, is_open)]
         if build < 0 or None in sharing:
             idle = row.idle_gpus
             head = [row.cpu_milli, row.memory_mib, state, -1, 0, self._place_rank[number], 0, idle]
             return head + [0] * (k.WIDTH - len(head))
-        model = self._models.setdefault(row.build.gpus[0].model, len(self._models)) if pieces else 0
-        empty = [0] * (k.GPUS - len(pieces))
+        model = self._models.setdefault(row.build.gpus[0].model, len(self._models)) if mib else 0
+        empty = _EMPTY[len(mib) :]
         return [
             row.cpu_milli,
             row.memory_mib,
             state,
             build,
-            len(pieces),
+            len(mib),
             self._place_rank[number],
             model,
             0,
-            *(piece.memory_mib for piece in pieces),
+            *mib,
             *empty,
-            *(piece.compute_milli for piece in pieces),
+            *milli,
             *empty,
-            *(-1 if share is None else share for share in sharing),
+            *[share or 0 for share in sharing],
             *empty,
         ]
 
