@@ -12,7 +12,7 @@ that the compiled rules do not know (MIG instances, more than eight GPUs) are an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 import numpy as np

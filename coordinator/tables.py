@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from coordinator import kernels as k
 from coordinator.fit import matches_model, remoteness
-from coordinator.nodes import NodeBuild, Piece
+from coordinator.nodes import NodeBuild
 from coordinator.snapshot import Snapshot, TaskShape
 from coordinator.worth import Worth
 from vgpu import isolation
@@ -133,12 +133,13 @@ def doubled(table: Table) -> Table:
     return np.concatenate([table, np.zeros_like(table)])
 
 
-def sharing_of(piece: Piece) -> int | None:
+@lru_cache(maxsize=1000)
+def sharing_of(sharing: tuple[str, ...], is_open: bool) -> int | None:
     """One bit for each isolation; -1 closed; None where one is unknown."""
-    if not piece.is_open:
+    if not is_open:
         return -1
     bits = 0
-    for name in piece.sharing:
+    for name in sharing:
         if name not in BITS:
             return None
         bits |= BITS[name]
