@@ -21,9 +21,10 @@ import heapq
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve, field, frozen, mutable
 
@@ -32,7 +33,7 @@ from coordinator.commit import Committer
 from coordinator.config import Settings
 from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines.agent import AgentEngine
-from coordinator.etcd_store import EtcdSettings, EtcdStore
+from coordinator.etcd_store import EtcdSettings, EtcdStatus, EtcdStore
 from coordinator.fairness import policy_from
 from coordinator.index import Index
 from coordinator.leader import campaign
@@ -66,7 +67,7 @@ from coordinator.records import (
 )
 from coordinator.replica import Replica
 from coordinator.scheduler import Scheduler
-from coordinator.store import Change, Put, created_at
+from coordinator.store import Change, Compare, Put, StoreUnavailable, created_at
 from coordinator.sweep import Sweep
 from jobspecs.reading import read_spec
 from tests.benchmarks import record
@@ -77,6 +78,7 @@ from tests.etcd_server import find_etcd
 from vgpu.inventory import GpuReport, NodeInventory, NodeReport
 from vgpu.slices import Slice
 
+T = TypeVar("T")
 MIB = 1 << 20
 DAY_SECONDS = 24 * 3600
 STEP_SECONDS = 60
@@ -156,9 +158,7 @@ class Day:
         task = moment.task
         key = task_key(task.node, task.job, task.attempt, task.task)
         grant = grant_key(task.node, task.job, task.attempt)
-        async with self.gate:
-            answer = await self.store.txn([created_at(grant, moment.created)], [Put(key, encode(task))])
-        self.refused += not answer.succeeded
+        self.refused += not await self._write([created_at(grant, moment.created)], Put(key, encode(task)))
 
     async def _report(self, number: int) -> None:
         inventory = self.inventories[number % len(self.inventories)]
@@ -167,8 +167,7 @@ class Day:
             for gpu in inventory.gpus
         )
         report = NodeReport(inventory.node, number, self.now_ms, gpus, {}, number % 192_000, number % 999_999)
-        async with self.gate:
-            await self.store.txn([], [Put(report_key(inventory.node), encode(report), self.lease)])
+        await self._write([], Put(report_key(inventory.node), encode(report), self.lease))
 
     async def users_submit(self) -> None:
         due = self.jobs * (self.now_ms - BEGIN_MS) // (1000 * DAY_SECONDS)
@@ -178,9 +177,21 @@ class Day:
     async def _submit(self, number: int) -> None:
         job = waiting_job(number, self.now_ms, self.random)
         seen = Idempotency("0" * 64, (job.id,), self.now_ms)
-        puts = [Put(idempotency_key(job.tenant, f"{number}"), encode(seen))]
+        known = Put(idempotency_key(job.tenant, f"{number}"), encode(seen))
+        await self._write([], known, Put(queue_key(job.tenant, job.id), encode(job)))
+
+    async def _write(self, compares: Sequence[Compare], *puts: Put) -> bool:
         async with self.gate:
-            await self.store.txn([], [*puts, Put(queue_key(job.tenant, job.id), encode(job))])
+            return (await _again(lambda: self.store.txn(compares, puts))).succeeded
+
+
+async def _again(work: Callable[[], Awaitable[T]]) -> T:
+    """Until etcd takes it: its disk may be slow, and all that is done here may be done twice."""
+    while True:
+        try:
+            return await work()
+        except StoreUnavailable:
+            await asyncio.sleep(1)
 
 
 def waiting_job(number: int, now_ms: int, random: Random) -> Job:
@@ -283,42 +294,53 @@ async def _lead(day: Day, replica: Replica, hours: int) -> list[dict[str, record
     sweep = Sweep(day.store, replica, engine, committer, SETTINGS, day.clock_ms)
     await replica.wait_for(token.create_revision)
     replica.listen(day.granted, lambda revision: None)
+
+    async def turn() -> bool:
+        scheduler.look_again()  # one before it may have failed
+        return await scheduler.turn()
+
     rows: list[dict[str, record.Value]] = []
-    most, began = 0, time.monotonic()
+    most_bytes, began = 0, time.monotonic()
     with sweep.counting_done():
         for step in range(1, hours * STEPS_AN_HOUR + 1):
             day.now_ms += 1000 * STEP_SECONDS
             await day.users_submit()
             await day.nodes_act()
-            while await scheduler.turn():
+            while await _again(turn):
                 pass
             for period_seconds, chore in sweep.chores:
                 if step * STEP_SECONDS % max(period_seconds, STEP_SECONDS) == 0:
-                    await chore()
-            status = await day.store.status()
-            most = max(most, status.file_bytes)
+                    await _again(chore)
+            status = await _again(day.store.status)
+            most_bytes = max(most_bytes, status.file_bytes)
             if step % STEPS_AN_HOUR == 0:
+                seconds = time.monotonic() - began
                 rows.append(
-                    {
-                        "hour": step // STEPS_AN_HOUR,
-                        "file_mib": round(most / MIB, 1),
-                        "used_mib": round(status.used_bytes / MIB, 1),
-                        "revision": status.revision,
-                        "jobs_submitted": day.submitted,
-                        "jobs_live": len(replica.cluster.live_jobs),
-                        "jobs_waiting": len(replica.cluster.waiting_jobs),
-                        "done": sum(key.startswith(DONE) for key in replica.key_values),
-                        "keys": len(replica.key_values),
-                        "reports": day.reports,
-                        "refused": day.refused,
-                        "listings": replica.numbers.listings,
-                        "seconds": round(time.monotonic() - began, 1),
-                    }
+                    {"hour": step // STEPS_AN_HOUR, **_row(day, replica, status, most_bytes, seconds)}
                 )
                 print(rows[-1], flush=True)
-                most = 0
+                most_bytes = 0
     await term.resign()
     return rows
+
+
+def _row(
+    day: Day, replica: Replica, status: EtcdStatus, most_bytes: int, seconds: float
+) -> dict[str, record.Value]:
+    return {
+        "file_mib": round(most_bytes / MIB, 1),
+        "used_mib": round(status.used_bytes / MIB, 1),
+        "revision": status.revision,
+        "jobs_submitted": day.submitted,
+        "jobs_live": len(replica.cluster.live_jobs),
+        "jobs_waiting": len(replica.cluster.waiting_jobs),
+        "done": sum(key.startswith(DONE) for key in replica.key_values),
+        "keys": len(replica.key_values),
+        "reports": day.reports,
+        "refused": day.refused,
+        "listings": replica.numbers.listings,
+        "seconds": round(seconds, 1),
+    }
 
 
 def main() -> None:
