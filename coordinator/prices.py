@@ -37,6 +37,8 @@ PREMIUM = 0.1
 # models in short supply, and stays there.
 FEWEST_JOBS = 10
 _EPSILON = 1e-7
+# More sizes than this are made fewer: some hundred steps of a millisecond are enough beside the cycles, and for larger
+# systems the library that solves them starts threads of its own, which a busy machine makes slow.
 _MOST_SIZES = 100
 # Prices of sizes are made anew after as many jobs as there were before, and after so many at the latest.
 _RARELY = 2000
