@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from coordinator.index import Index
 
 ALL_SHAPES = -1
-# From so many refused shapes on it is cheaper to ask for all at once than to find one after the other.
+# After so many refused shapes it is cheaper to ask for all at once than to find the next ones one after the other.
 _MANY_REFUSALS = 8
 
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
@@ -101,7 +101,7 @@ class _Cycle:
         self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
         self.open = ALL_SHAPES
         self.refusals = 0
-        self.has_asked_all = False
+        self.times_all_asked = 0
         self.placements: list[Placement] = []
         self.starving: dict[str, set[str]] = {}
 
@@ -141,10 +141,10 @@ class _Cycle:
 
     def serve_everybody(self) -> None:
         """By priority, each by its tenant's order, within what the reservation leaves open to it."""
-        turns, room, asked = self._turns(), self.room, self.has_asked_all
+        turns, room, asked = self._turns(), self.room, self.times_all_asked
         while turns and not self._is_full:
-            if asked is not self.has_asked_all:
-                turns, asked = self._turns(), True
+            if asked != self.times_all_asked:
+                turns, asked = self._turns(), self.times_all_asked
                 continue
             tenant = turns[0][-1]
             head = self._queue(tenant).first(self.open)
@@ -178,8 +178,8 @@ class _Cycle:
         return True
 
     def _refuse(self, line: Line, job: Job) -> None:
-        """Its line has no chance any more, unless it only avoids nodes that others of its line may use. Once much was
-        refused, all shapes that wait are asked at once, and what has no room is looked at no more."""
+        """Its line has no chance any more, unless it only avoids nodes that others of its line may use. Each time
+        that much was refused all shapes that wait are asked at once, and what has no room is looked at no more."""
         queue, is_refused = self._queue(job.tenant), self.room.is_refused(line.shape)
         if job.refused_by and not is_refused:
             queue.pass_over(lambda other: other.refused_by != job.refused_by)
@@ -188,11 +188,11 @@ class _Cycle:
         if is_refused:
             self.open &= ~line.bit
             self.refusals += 1
-            if self.refusals == _MANY_REFUSALS:
+            if self.refusals % _MANY_REFUSALS == 0:
                 # Those refused already are asked with the others: the set is that of the last cycle then.
                 waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
                 self.open &= self.room.fitting(self.cards.fronts.shapes(waiting))
-                self.has_asked_all = True
+                self.times_all_asked += 1
 
     def _pass_over(self, tenant: str) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one."""

@@ -110,7 +110,7 @@ class Room:
         if draft is None or self.is_refused(shape, draft):
             return None
         spots = place(draft, shape, headroom)
-        if spots is None and place(draft, shape, NO_LIMIT) is None:
+        if spots is None and (headroom.is_unlimited or place(draft, shape, NO_LIMIT) is None):
             self._refused[draft].add(shape)
         return spots
 
