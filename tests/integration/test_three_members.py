@@ -62,13 +62,9 @@ class Members:
         lost.kill()
         listed = other.etcdctl("member", "list").stdout
         (id,) = re.findall(rf"^(\w+), \w+, {lost.name},", listed, re.MULTILINE)
-        other.etcdctl("member", "remove", id)
+        _until_taken(other, "member", "remove", id)
         lost.forget()
-        deadline = time.monotonic() + 40
-        add = ("member", "add", lost.name, "--peer-urls", lost.peer_url)
-        while (said := other.etcdctl(*add, check=False)).returncode:
-            assert time.monotonic() < deadline, said.stderr
-            time.sleep(0.1)
+        _until_taken(other, "member", "add", lost.name, "--peer-urls", lost.peer_url)
         lost._options = ("--initial-cluster-state", "existing")
         lost.start()
 
@@ -81,6 +77,16 @@ class Members:
         self.members[0].etcdctl("compact", str(revision))
         for member in self.members:
             member.etcdctl("defrag")
+
+
+def _until_taken(member: EtcdServer, *command: str) -> None:
+    """Again while the members are choosing a leader. One of which the answer was lost is refused the second time."""
+    deadline = time.monotonic() + 60
+    while (said := member.etcdctl(*command, check=False)).returncode:
+        if "not found" in said.stderr or "already exists" in said.stderr:
+            return
+        assert time.monotonic() < deadline, said.stderr
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(240)
