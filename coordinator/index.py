@@ -364,7 +364,10 @@ class Index:
         return row
 
     def idle_gpus(self, node: str) -> int:
-        return self._idle(self._rows[self._nodes.number[node]])
+        number = self._nodes.number[node]
+        if self._sums[number, k.SUM_IS_KNOWN]:
+            return int(self._sums[number, k.SUM_IDLE])
+        return self._idle(self._rows[number])
 
     def idle_in(self, location: Location) -> int:
         return int(self._idle_in[self._nodes.places.index(location)])
