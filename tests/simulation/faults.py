@@ -204,6 +204,10 @@ def _nomad_events_lost(world: World, fault: Fault) -> None:
     world.loop.later(fault.seconds, setattr, world.nomad, "loses_events", False)
 
 
+def _nomad_restart(world: World, fault: Fault) -> None:
+    world.nomad.restart()
+
+
 KINDS: Mapping[str, Callable[[World, Fault], None]] = {
     "coordinator_crash": _coordinator_crash,
     "coordinator_pause": _coordinator_pause,
@@ -232,4 +236,5 @@ KINDS: Mapping[str, Callable[[World, Fault], None]] = {
     "cordon": _cordon,
     "nomad_down": _nomad_down,
     "nomad_events_lost": _nomad_events_lost,
+    "nomad_restart": _nomad_restart,
 }

@@ -40,11 +40,16 @@ from vgpu.slices import Slice
 T = TypeVar("T")
 REQUEST_SECONDS = 5.0
 UNKNOWN_AFTER_SECONDS = 10.0
+EVENTS_AGAIN = 100
 
 
 class NomadFates(Protocol):
     def of_nomad(self) -> str:
         """ "" | no_effect | no_answer | hangs | late"""
+        ...
+
+    def of_nomad_event(self) -> str:
+        """ "" | late | again"""
         ...
 
     def slices_of(self, key: TaskKey) -> tuple[Slice, ...]:
@@ -108,6 +113,8 @@ class NomadServer:
         self.index = 1
         self.cut_since: dict[str, float] = {}
         self.listeners: list[asyncio.Queue[frozenset[str]]] = []
+        self.past: list[str] = []  # events that a server which was started again tells once more
+        self.starts = 0
         self.changed: list[asyncio.Event] = []
 
     # --- what the API does -----------------------------------------------------------------------------------------
@@ -145,9 +152,23 @@ class NomadServer:
         self.index += 1
         for event in self.changed:
             event.set()
+        self.past.append(job_id)
+        for queue in self.listeners:
+            fate = self.fates.of_nomad_event()
+            if fate:
+                self.loop.later(self.random.uniform(0.0, 5.0), self._tell_listener, queue, job_id)
+            if fate != "late":
+                self._tell_listener(queue, job_id)
+
+    def _tell_listener(self, queue: asyncio.Queue[frozenset[str]], job_id: str) -> None:
         if not self.loses_events:
-            for queue in self.listeners:
-                queue.put_nowait(frozenset({job_id}))
+            queue.put_nowait(frozenset({job_id}))
+
+    def restart(self) -> None:
+        """Streams break, and whoever listens anew hears old events again."""
+        self.starts += 1
+        for queue in self.listeners:
+            queue.put_nowait(frozenset())
 
     # --- placing, and the clients ----------------------------------------------------------------------------------
 
@@ -386,9 +407,12 @@ class SimulatedNomadApi:
         await self._call(lambda: None)
         queue: asyncio.Queue[frozenset[str]] = asyncio.Queue()
         server.listeners.append(queue)
+        starts = server.starts
         try:
             yield None
-            while not server.is_down:
+            for job_id in server.past[-EVENTS_AGAIN:] if starts else ():
+                yield frozenset({job_id})
+            while not server.is_down and server.starts == starts:
                 try:
                     async with asyncio.timeout(10):
                         yield await queue.get()

@@ -31,6 +31,7 @@ SMALL_FAULTS = (
     "nomad_hangs",
     "nomad_late",
 )
+EVENT_FAULTS = ("nomad_event_late", "nomad_event_again")
 
 
 @frozen
@@ -103,6 +104,7 @@ def draw(seed: int, late: bool = False) -> Scenario:
         odds["late"] = 0.06
     if late:
         odds = {"late": 0.25}
+    more_odds, more_faults = _more(seed) if engine == "nomad" and not late else ({}, [])
     return Scenario(
         seed,
         engine,
@@ -113,9 +115,18 @@ def draw(seed: int, late: bool = False) -> Scenario:
             _wish(random, [int(gpus[0]) for gpus in nodes])
             for _ in range(random.randint(6, 18) * (1 + is_crowded))
         ),
-        tuple(sorted(_faults(random, engine, len(nodes)), key=lambda fault: fault.at)),
-        odds,
+        tuple(sorted(_faults(random, engine, len(nodes)) + more_faults, key=lambda fault: fault.at)),
+        odds | more_odds,
     )
+
+
+def _more(seed: int) -> tuple[dict[str, float], list[Fault]]:
+    """Events of Nomad that come late, in another order or again. Drawn beside the rest, so that the seeds from before
+    they were thought of are what they were."""
+    random = Random(f"{seed}/more")
+    odds = {kind: random.choice((0.02, 0.1)) for kind in EVENT_FAULTS if random.random() < 0.5}
+    times = [round(random.uniform(1.0, FAULTS_UNTIL_SECONDS), 3) for _ in range(random.choice((0, 0, 1, 2)))]
+    return odds, [Fault(at, "nomad_restart") for at in times]
 
 
 def _wish(random: Random, gpus_of_nodes: list[int]) -> Wish:

@@ -106,6 +106,9 @@ class World:
         kinds = ("nomad_no_effect", "nomad_no_answer", "nomad_hangs", "nomad_late")
         return self._drawn(kinds).removeprefix("nomad_")
 
+    def of_nomad_event(self) -> str:
+        return self._drawn(("nomad_event_late", "nomad_event_again")).removeprefix("nomad_event_")
+
     def slices_of(self, key: TaskKey) -> tuple[Slice, ...]:
         allocation = self.checks.allocations[key.job, key.attempt]
         return next(placed.slices for placed in allocation.tasks if placed.task == key.task)
