@@ -87,7 +87,8 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
 
 
 class _Cycle:
-    """`open` are the shapes, as bits, that may still find room in the whole draft."""
+    """`open` are the shapes, as bits, that may still find room in the whole draft, `beside` those that may find some
+    beside the reserved job."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, memo: Index | None) -> None:
         self.snapshot = snapshot
@@ -102,6 +103,9 @@ class _Cycle:
         self.open = ALL_SHAPES
         self.refusals = 0
         self.times_all_asked = 0
+        self.beside = ALL_SHAPES
+        self.refusals_beside = 0
+        self.narrowed: set[str] = set()
         self.placements: list[Placement] = []
         self.starving: dict[str, set[str]] = {}
 
@@ -147,6 +151,7 @@ class _Cycle:
                 turns, asked = self._turns(), self.times_all_asked
                 continue
             tenant = turns[0][-1]
+            self._narrow(tenant)
             head = self._queue(tenant).first(self.open)
             if head is None:
                 heapq.heappop(turns)
@@ -159,7 +164,7 @@ class _Cycle:
             elif draft is room.draft or room.is_refused(line.shape):
                 self._refuse(line, job)
             else:
-                self._pass_over(tenant)
+                self._pass_over(line, job, draft)
 
     def _serve(self, line: Line, job: Job, draft: Draft | None) -> bool:
         """Places the job whole or not at all, and charges its tenant at once."""
@@ -189,18 +194,38 @@ class _Cycle:
             self.open &= ~line.bit
             self.refusals += 1
             if self.refusals % _MANY_REFUSALS == 0:
-                # Those refused already are asked with the others: the set is that of the last cycle then.
-                waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
-                self.open &= self.room.fitting(self.cards.fronts.shapes(waiting))
+                self.open &= self.room.fitting(self._waiting_shapes())
                 self.times_all_asked += 1
 
-    def _pass_over(self, tenant: str) -> None:
-        """Only a job that ends before the reserved one is due may have what is kept for that one."""
-        reservation = self.room.reservation
+    def _pass_over(self, line: Line, job: Job, draft: Draft | None) -> None:
+        """Only a job that ends before the reserved one is due may have what is kept for that one. Shapes for which there
+        is nothing beside it are found as `_refuse` finds those for which there is nothing at all."""
+        reservation, queue = self.room.reservation, self._queue(job.tenant)
         if reservation is None or reservation.due_ms is None:
-            self._queue(tenant).refuse()
-        else:
-            self._queue(tenant).pass_over(self._ends_in_time)
+            queue.refuse()
+            return
+        queue.pass_over(self._ends_in_time)
+        if draft is not None and self.beside & line.bit and self.room.is_refused(line.shape, draft):
+            self.beside &= ~line.bit
+            self.refusals_beside += 1
+            if self.refusals_beside % _MANY_REFUSALS == 0:
+                self.beside &= self.room.fitting(self._waiting_shapes(), draft)
+                self.narrowed.clear()
+
+    def _narrow(self, tenant: str) -> None:
+        """Once it is known what has room beside the reserved job, of all other lines only those with a job that ends
+        in time are looked at."""
+        reservation = self.room.reservation
+        if self.refusals_beside < _MANY_REFUSALS or tenant in self.narrowed or reservation is None:
+            return
+        self.narrowed.add(tenant)
+        if reservation.due_ms is not None:
+            self._queue(tenant).keep(self.beside, reservation.due_ms - self.snapshot.now_ms)
+
+    def _waiting_shapes(self) -> Mapping[int, Shape]:
+        """Of all tenants; those refused already too, so that the set is the same from cycle to cycle."""
+        waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
+        return self.cards.fronts.shapes(waiting)
 
     def _oldest_ms(self, tenant: str) -> int:
         return self.cards.fronts.of(tenant, self.snapshot.lines[tenant], self.cards).oldest_ms

@@ -141,10 +141,12 @@ class Room:
             for task in shape.tasks
         )
 
-    def fitting(self, shapes: Mapping[int, Shape]) -> int:
-        """Of these shapes, each by its bit, those that may find room in the whole draft; the others are refused."""
-        fits = self.draft.fitting(shapes)
-        self._refused[self.draft].update(compress(shapes.values(), map(operator.not_, fits)))
+    def fitting(self, shapes: Mapping[int, Shape], draft: Draft | None = None) -> int:
+        """Of these shapes, each by its bit, those that may find room in the draft, the whole one where none is given;
+        the others are refused there."""
+        draft = draft or self.draft
+        fits = draft.fitting(shapes)
+        self._refused[draft].update(compress(shapes.values(), map(operator.not_, fits)))
         return sum(compress(shapes, fits))
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:

@@ -11,7 +11,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from attrs import frozen
 
@@ -106,13 +105,25 @@ _SEARCH_DEPTH = 500
 Order = tuple[int, int, tuple[int, ...], int, str]
 
 
-class Line(NamedTuple):
+@frozen(eq=False)
+class Line:
     """The waiting jobs of one tenant, one priority and one shape. `bit` stands for the shape in a set of shapes."""
 
     shape: Shape
     bit: int
     needs: Needs
     jobs: Sequence[Job]
+
+    @cached_property
+    def quickest_ms(self) -> int | None:
+        """How long the one runs at most that runs shortest; None where nobody has a limit. As far as a search goes."""
+        jobs = self.jobs[:_SEARCH_DEPTH]
+        limits = [
+            1000 * job.spec.max_runtime_seconds - job.ran_ms
+            for job in jobs
+            if job.spec.max_runtime_seconds is not None
+        ]
+        return min(limits, default=None)
 
 
 # (order, line, place of the job in it, the job)
@@ -269,6 +280,16 @@ class TenantQueue:
             else:
                 heapq.heapreplace(heap, entry)
         return None
+
+    def keep(self, bits: int, within_ms: int) -> None:
+        """Only lines of these shapes, and those with a job that is over in this time."""
+        self._is_whole = False
+        self._heap = [
+            entry
+            for entry in self._heap
+            if entry[1].bit & bits or ((ms := entry[1].quickest_ms) is not None and ms <= within_ms)
+        ]
+        heapq.heapify(self._heap)
 
     def take(self, job: Job) -> None:
         self._taken.add(job.id)
