@@ -122,6 +122,8 @@ def own_engine(*options: str) -> Iterator[DockerEngine]:
         yield engine
     finally:
         engine.stop()
+        # The daemon mounts its data on itself where their file system is not shared, and leaves that behind.
+        subprocess.run(["umount", "--quiet", str(folder / "data")], check=False, stderr=subprocess.DEVNULL)
         shutil.rmtree(folder, ignore_errors=True)
 
 
