@@ -6,7 +6,8 @@ import pytest
 from attrs import evolve
 
 from coordinator import lifecycle, model
-from coordinator.cycle import Plan
+from coordinator.cycle import Plan, plan_cycle
+from coordinator.index import Index
 from coordinator.model import JobState
 from tests.builders import GIB, START_MS, World, job, node, piece, running
 from vgpu.reasons import Reason
@@ -297,3 +298,31 @@ def test_qf3_the_small_jobs_of_a_tenant_do_not_starve_its_own_large_one(limit):
         if "big" in ends_at:
             break
     assert 120 <= minute <= 131, f"big started after {minute} minutes"
+
+
+def test_among_many_shapes_that_must_keep_off_the_one_that_ends_in_time_is_found():
+    """Once much was refused beside a reservation, what is left of each line is only a job that ends in time."""
+    w = halves("n1")
+    full(w, "n1", 6, 2 * HOUR)
+    w.submit(job("big", gpus=8))
+    for n in range(20):
+        w.submit(
+            job(
+                f"late{n:02}",
+                1 + n,
+                tenant="b",
+                memory=(40 + n) * GIB,
+                compute=500,
+                max_runtime_seconds=3 * HOUR,
+            )
+        )
+    for n in range(3):
+        w.submit(
+            job(f"same{n}", 90 + n, tenant="b", memory=70 * GIB, compute=700, max_runtime_seconds=3 * HOUR)
+        )
+    w.submit(job("quick", 99, tenant="b", memory=70 * GIB, compute=700, max_runtime_seconds=HOUR))
+    for memo in (None, Index()):
+        plan = plan_cycle(w.snapshot(), w.policy, memo)
+        assert plan.held_for == "big"
+        assert placed(plan) == ["quick"]
+        assert plan.waiting["same2"].code is plan.waiting["late19"].code is R.RESERVED_FOR_OTHER
