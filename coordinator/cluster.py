@@ -116,9 +116,9 @@ class Cluster:
             revision=self.revision,
             news=self.news,
             worth=self.worth,
-            cluster_memory_mib=self._machines.memory_mib,
-            cluster_compute_milli=self._machines.compute_milli,
-            kinds=self._machines.kinds,
+            cluster_memory_mib=self._machines.totals.memory_mib,
+            cluster_compute_milli=self._machines.totals.compute_milli,
+            kinds=self._machines.totals.kinds,
             now_ms=now_ms,
             settings=self._settings,
             nodes=node_log.views,
@@ -250,7 +250,7 @@ class Cluster:
             self._ledger.change(tenant, at_ms, use)
 
     def _share(self, now_ms: int) -> None:
-        self._shares.update(now_ms, self._machines.compute_milli, self._held.now, self._tenants.now)
+        self._shares.update(now_ms, self._machines.totals.compute_milli, self._held.now, self._tenants.now)
 
     def _note_withdrawal(self, job: Job) -> None:
         """A job for which slices were reserved was taken back (`lifecycle.cancelled` says so in its record)."""

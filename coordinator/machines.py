@@ -8,7 +8,6 @@ record of the node (DA-6).
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 from types import MappingProxyType
@@ -21,8 +20,9 @@ from coordinator.node_clocks import NodeClocks
 from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Use, ViewLog, build_of
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
+from coordinator.totals import Totals
 from coordinator.views import NodeFacts, view_node, with_report, with_uses
-from vgpu.inventory import Gpu, NodeInventory, NodeReport
+from vgpu.inventory import NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
@@ -87,11 +87,7 @@ class Machines:
         self._claims: dict[str, tuple[str, ...]] = {}  # GPU -> the nodes that have it
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
-        # GPUs of all nodes that are not given up, as of the last views
-        self.memory_mib = self.compute_milli = 0
-        self.kinds: tuple[Gpu, ...] = ()
-        self._nodes_of: Counter[NodeBuild] = Counter()
-        self._are_kinds_stale = False
+        self.totals = Totals()  # as of the last views
         self._silence = MassSilence(settings.mass_silence_percent, settings.mass_silence_hold_seconds)
         self.clocks = NodeClocks()
         self.news = 0  # grows with what may let a cycle decide otherwise
@@ -350,41 +346,13 @@ class Machines:
             self._views[name] = view
         elif before is not None:
             del self._views[name]
-        self._recount(before, view)
+        self.totals.change(before, view)
         self._changed_views.append(name)
 
     def _end_change(self) -> None:
-        if self._are_kinds_stale:
-            self._note_kinds()
         if len(self._changed_views) > _LOG_PER_NODE * (len(self._views) + 100):
             self._changed_views = []
         self._log = ViewLog(MappingProxyType(self._views), self._changed_views, len(self._changed_views))
-
-    def _recount(self, before: NodeView | None, after: NodeView | None) -> None:
-        was_here = before is not None and before.status is not NodeStatus.LOST
-        is_here = after is not None and after.status is not NodeStatus.LOST
-        if before and after and was_here and is_here and before.inventory is after.inventory:
-            return
-        if before and was_here:
-            self._count(before, -1)
-        if after and is_here:
-            self._count(after, 1)
-
-    def _count(self, view: NodeView, times: int) -> None:
-        self.memory_mib += times * view.gpu_memory_mib
-        self.compute_milli += times * view.gpu_compute_milli
-        build = view.row.build
-        self._nodes_of[build] += times
-        if not self._nodes_of[build]:
-            del self._nodes_of[build]
-        self._are_kinds_stale = True
-
-    def _note_kinds(self) -> None:
-        self._are_kinds_stale = False
-        kinds = {gpu for build in self._nodes_of for gpu in build.gpus if not gpu.unavailable}
-        self.kinds = tuple(
-            sorted(kinds, key=lambda gpu: (gpu.memory_mib, gpu.model, gpu.compute_milli, gpu.mig_profile))
-        )
 
     def _view(self, name: str, touched: Collection[str] | None, now_ms: int, lost_ms: int) -> NodeView | None:
         machine, before = self._machines[name], self._views.get(name)
