@@ -15,6 +15,7 @@ from coordinator.config import Settings
 from coordinator.endings import INFRASTRUCTURE
 from coordinator.model import (
     Allocation,
+    Happening,
     Job,
     JobSeen,
     JobState,
@@ -244,8 +245,8 @@ class Checks:
         limit = before.spec.max_runtime_seconds
         if after.stop is None or after.stop.code is not ReasonCode.TIME_LIMIT or limit is None:
             return
-        if not self.clocks_agree or any(happening.state is JobState.LOST for happening in after.history):
-            return  # how long it ran on a node that was given up nobody knows
+        if not self.clocks_agree or any(_hides_its_end(happening) for happening in after.history):
+            return
         attempts = [(after.id, attempt) for attempt in range(1, after.attempt + 1)]
         ran = sum(self.ran_seconds.get(attempt, 0.0) for attempt in attempts)
         started = [key for key in self.starts if (key.job, key.attempt) == attempts[-1]]
@@ -398,6 +399,14 @@ class Checks:
         }
         ran = len(started - free)
         hold(ran <= 1 + job.spec.retries, f"{job.id} ran {ran} times and may {1 + job.spec.retries} times")
+
+
+def _hides_its_end(happening: Happening) -> bool:
+    """How long an attempt ran nobody knows when its node was given up, or had lost the container when it was back."""
+    reason = happening.reason
+    return happening.state is JobState.LOST or (
+        reason is not None and reason.code is ReasonCode.TASK_VANISHED
+    )
 
 
 def _lost_nodes(job: Job, attempt: int) -> set[str]:
