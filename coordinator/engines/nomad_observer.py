@@ -251,9 +251,9 @@ class NomadObserver:
             if not job.stop:
                 # Only now: it changes what Nomad shows of the allocations. A stopped job is never run again.
                 await self._api.deregister(job.id)
-            self._ended[job.id] = (
-                max((task.ended_at_ms or 0 for task in tasks), default=0) or self._clock_ms()
-            )
+            # By this clock and from now on, though it may have ended long ago: a purge by a node's clock that is behind
+            # comes so early that a register which is still on its way would make the job anew, and run it twice.
+            self._ended.setdefault(job.id, self._clock_ms())
             self._wishes.forget(job.attempt)
 
     async def _tell(self, task: Task) -> None:

@@ -453,6 +453,20 @@ async def test_ended_job_is_deregistered_at_once_and_purged_with_its_logs(world:
         [chunk async for chunk in engine.logs(task, stream="stdout", follow=False, tail_bytes=None)]
 
 
+async def test_a_node_whose_clock_is_behind_brings_no_early_purge(world: World) -> None:
+    """A register that is still on its way would make the purged job anew and run it a second time (seed 101867)."""
+    world.now_ms += 10**12  # long after what the nodes take for now
+    engine, job = world.engine(relist_seconds=0.05), world.job(sh("exit 0"))
+    world.observe(engine)
+    await world.launch(engine, job)
+    await world.until_released(job)
+    await world.until(lambda: world.nomad_job(job)["Stop"])
+    await world.listed(2)
+    assert ("default", world.nomad_id(job)) in world.fake.jobs
+    world.now_ms += 3_600_000
+    await world.until(lambda: ("default", world.nomad_id(job)) not in world.fake.jobs)
+
+
 async def test_logs_after_early_collection_are_expired_and_denied_ones_say_so(world: World) -> None:
     """OB-1: never a bare 500."""
     engine, job = world.engine(), world.job(sh("echo x; exit 0"))
