@@ -21,8 +21,13 @@ demo: $(READY)  ## a whole trial cluster: two tenants, three nodes of simulated 
 services:  ## what the tests need and pip cannot bring: etcd, Docker Engine, a C compiler, busybox
 	@.ci/services
 
+# Those with live services mostly wait and the others mostly compute, so the two halves run side by side.
+COMPUTED := build/test-computed.log
 test: $(READY) services  ## every test, against a real etcd and a real Docker Engine
-	$(BIN)/pytest tests
+	@mkdir -p build; $(BIN)/pytest tests/unit tests/scenarios tests/simulation >$(COMPUTED) 2>&1 & computing=$$!; \
+	trap "kill $$computing 2>/dev/null" INT TERM; \
+	$(BIN)/pytest tests/contract tests/integration; live=$$?; \
+	wait $$computing; computed=$$?; cat $(COMPUTED); exit $$((live ? live : computed))
 
 lint: $(READY)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -18,17 +18,17 @@ QUOTA_BYTES = 4 << 20
 
 
 async def _fill(live: LiveCluster) -> None:
-    """Until etcd raises its alarm."""
+    """Until etcd raises its alarm. Nothing is written over: a compaction at that moment would make room."""
     try:
         for number in range(100):
-            await live.store.txn([], [Put(f"/other/{number % 3}", b"x" * 200_000)])
+            await live.store.txn([], [Put(f"/other/{number}", b"x" * 200_000)])
     except StoreFull:
         return
     raise AssertionError("etcd took more than its quota")
 
 
 def _mend(live: LiveCluster, revision: int) -> None:
-    """As deploy/README.md says."""
+    """As deploy/README.md says. What is deleted frees nothing before the compaction."""
     live.etcd.etcdctl("compact", str(revision))
     live.etcd.etcdctl("defrag")
     live.etcd.etcdctl("alarm", "disarm")
@@ -65,6 +65,7 @@ async def test_a_full_etcd_refuses_new_work_and_loses_none(tmp_path: Path) -> No
         assert {(await admin.job(job["id"]))["state"] for job in (ends, stays)} == {"RUNNING"}
         assert (await admin.node("n1"))["status"] == "ready"
 
+        await asyncio.to_thread(live.etcd.etcdctl, "del", "--prefix", "/other/")
         await asyncio.to_thread(_mend, live, (await live.store.list("/other/")).revision)
         ended = await admin.wait_for(ends["id"], timeout_seconds=40)
         assert (ended["state"], ended["exit_code"], ended["attempt"]) == ("FAILED", 3, 1)
