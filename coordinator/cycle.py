@@ -102,7 +102,6 @@ class _Cycle:
         self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
         self.open = ALL_SHAPES
         self.refusals = 0
-        self.times_all_asked = 0
         self.beside = ALL_SHAPES
         self.refusals_beside = 0
         self.narrowed: set[str] = set()
@@ -145,10 +144,10 @@ class _Cycle:
 
     def serve_everybody(self) -> None:
         """By priority, each by its tenant's order, within what the reservation leaves open to it."""
-        turns, room, asked = self._turns(), self.room, self.times_all_asked
+        turns, room, asked = self._turns(), self.room, self._times_all_asked
         while turns and not self._is_full:
-            if asked != self.times_all_asked:
-                turns, asked = self._turns(), self.times_all_asked
+            if asked != self._times_all_asked:
+                turns, asked = self._turns(), self._times_all_asked
                 continue
             tenant = turns[0][-1]
             self._narrow(tenant)
@@ -195,7 +194,6 @@ class _Cycle:
             self.refusals += 1
             if self.refusals % _MANY_REFUSALS == 0:
                 self.open &= self.room.fitting(self._waiting_shapes())
-                self.times_all_asked += 1
 
     def _pass_over(self, line: Line, job: Job, draft: Draft | None) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one. Shapes for which there
@@ -227,15 +225,16 @@ class _Cycle:
         waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
         return self.cards.fronts.shapes(waiting)
 
-    def _oldest_ms(self, tenant: str) -> int:
-        return self.cards.fronts.of(tenant, self.snapshot.lines[tenant], self.cards).oldest_ms
-
     def _queue(self, tenant: str) -> TenantQueue:
         known = self.queues.get(tenant)
         if known is None:
             known = TenantQueue(self.snapshot, tenant, self.cards, self.policy.max_wait_seconds)
             self.queues[tenant] = known
         return known
+
+    @property
+    def _times_all_asked(self) -> int:
+        return self.refusals // _MANY_REFUSALS
 
     @property
     def _is_full(self) -> bool:
@@ -272,12 +271,13 @@ class _Cycle:
 
     def _waited_too_long(self, times: int) -> Iterator[tuple[Line, Job]]:
         """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: having
-        waited for so many times the bounded wait, allowed by their tenant's limit, and able to run here at all, so that a hold dies with its cause (QF-7)."""
+        waited for so many times the bounded wait, allowed by their tenant's limit, and able to run here at all, so that
+        a hold dies with its cause (QF-7)."""
         seconds = times * self.policy.max_wait_seconds
         late: Iterable[tuple[Shape, Job]] = (
             (shape, job)
-            for tenant in self.snapshot.lines
-            if self._oldest_ms(tenant) <= self.snapshot.now_ms - 1000 * seconds
+            for tenant, front in self.fronts.items()
+            if front.oldest_ms <= self.snapshot.now_ms - 1000 * seconds
             for shape, job in overdue(self.snapshot, tenant, seconds)
             if self.standings.headroom(tenant).allows(self.cards.needs(shape).use)
         )

@@ -400,9 +400,10 @@ class Index:
             *self._tables(asked.number, self._position[asked.number]),
             nodes.block_place, self._idle_in, nodes.name_order,
         )  # fmt: skip
-        self._fall_back(asked, left, fallback)
         if left:
+            self._fall_back(asked, left, fallback)
             return self.place(asked, fallback)
+        self._position[asked.number] = self._logged
         if node < 0:
             return None
         return nodes.names[node], self._fit(asked, node, found)
