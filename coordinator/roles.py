@@ -10,9 +10,12 @@ import logging
 import os
 import random
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
+from attrs import frozen
 
 from coordinator.api.app import make_app, make_runner
 from coordinator.clock import SteadyClock
@@ -90,10 +93,34 @@ def spare_the_collector() -> None:
     gc.set_threshold(50_000, 50, 1_000)
 
 
-def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
+@frozen
+class _Parts:
+    """What both roles stand on. `following` keeps the replica a copy of the store, and ends only with an error."""
+
+    store: Store
+    replica: Replica
+    engine: Engine
+    following: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def _parts(
+    options: argparse.Namespace, settings: Settings, *, keep_done: bool
+) -> AsyncIterator[_Parts]:
+    """Closed in the end."""
+    store = _etcd(options)
     # A leader decides nothing about jobs that have ended: that one left jobs/ says all.
     unread = () if keep_done else (DONE,)
-    return Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms, unread=unread)
+    replica = Replica(store, lambda: Cluster(settings, keep_done=keep_done), clock_ms, unread=unread)
+    engine = _engine(options, settings, store, replica)
+    following = asyncio.create_task(replica.run())
+    try:
+        yield _Parts(store, replica, engine, following)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await engine.close()
+        await store.close()
 
 
 # --- the API ---------------------------------------------------------------------------------------------------------
@@ -101,28 +128,22 @@ def _replica(store: Store, settings: Settings, *, keep_done: bool) -> Replica:
 
 async def _run_api(options: argparse.Namespace, settings: Settings) -> int:
     stop = stop_event()
-    store = _etcd(options)
-    replica = _replica(store, settings, keep_done=True)
-    engine = _engine(options, settings, store, replica)
-    following = asyncio.create_task(replica.run())
-    app = make_app(store, replica, settings, engine, clock_ms, random.SystemRandom(), VERSION)
-    runner = make_runner(app)
-    await runner.setup()
     host, _, port = options.listen.rpartition(":")
-    try:
-        site = web.TCPSite(runner, host or "127.0.0.1", int(port), reuse_address=True)
-        await site.start()
-        address = _address(host or "127.0.0.1", runner)
-        await first(replica.ready(), stop.wait(), following)
-        _ready("api", address)
-        spare_the_collector()
-        await first(stop.wait(), following)
-    finally:
-        await runner.cleanup()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await engine.close()
-        await store.close()
+    async with _parts(options, settings, keep_done=True) as parts:
+        random_ids = random.SystemRandom()
+        app = make_app(parts.store, parts.replica, settings, parts.engine, clock_ms, random_ids, VERSION)
+        runner = make_runner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host or "127.0.0.1", int(port), reuse_address=True)
+            await site.start()
+            address = _address(host or "127.0.0.1", runner)
+            await first(parts.replica.ready(), stop.wait(), parts.following)
+            _ready("api", address)
+            spare_the_collector()
+            await first(stop.wait(), parts.following)
+        finally:
+            await runner.cleanup()
     return 0
 
 
@@ -136,40 +157,28 @@ def _address(host: str, runner: web.AppRunner) -> str:
 
 async def _run_scheduler(options: argparse.Namespace, settings: Settings) -> int:
     stop = stop_event()
-    store = _etcd(options)
-    replica = _replica(store, settings, keep_done=False)
-    engine = _engine(options, settings, store, replica)
-    following = asyncio.create_task(replica.run())
     metrics = CycleMetrics()
-    try:
-        async with listener(options.metrics_listen, metrics, replica) as metrics_address:
-            await first(replica.ready(), stop.wait(), following)
-            _ready("scheduler", "", metrics=metrics_address)
-            spare_the_collector()
-            leading = asyncio.create_task(_lead(options, settings, store, replica, engine, metrics))
-            try:
-                await first(stop.wait(), following, leading)
-            finally:
-                leading.cancel()
-                await asyncio.gather(leading, return_exceptions=True)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await engine.close()
-        await store.close()
+    async with (
+        _parts(options, settings, keep_done=False) as parts,
+        listener(options.metrics_listen, metrics, parts.replica) as metrics_address,
+    ):
+        await first(parts.replica.ready(), stop.wait(), parts.following)
+        _ready("scheduler", "", metrics=metrics_address)
+        spare_the_collector()
+        leading = asyncio.create_task(_lead(options, settings, parts, metrics))
+        try:
+            await first(stop.wait(), parts.following, leading)
+        finally:
+            leading.cancel()
+            await asyncio.gather(leading, return_exceptions=True)
     return 0
 
 
 async def _lead(
-    options: argparse.Namespace,
-    settings: Settings,
-    store: Store,
-    replica: Replica,
-    engine: Engine,
-    metrics: CycleMetrics,
+    options: argparse.Namespace, settings: Settings, parts: _Parts, metrics: CycleMetrics
 ) -> None:
     """One term after another, until cancelled; then the term is handed back at once."""
-    memo = Index()
+    memo, store, replica = Index(), parts.store, parts.replica
     while True:
         standby = asyncio.create_task(rehearse(replica, settings, clock_ms, memo))
         try:
@@ -178,7 +187,7 @@ async def _lead(
             standby.cancel()
         log.info("leading id=%s", term.token.leadership.id)
         try:
-            await serve_term(term, store, replica, engine, settings, clock_ms, metrics, memo)
+            await serve_term(term, store, replica, parts.engine, settings, clock_ms, metrics, memo)
         except LeadershipLost as lost:
             log.warning("leadership lost: %s", lost)
         except StoreUnavailable as error:
