@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from attrs import frozen
@@ -37,6 +38,7 @@ WHERE = (
     "openb_node_list_gpu_node.csv[.gz] (data/csv of github.com/hkust-adsl/kubernetes-scheduler-simulator); "
     "a made-up sample is used instead"
 )
+Kind = TypeVar("Kind", bound=tuple[Any, ...])
 
 
 @frozen
@@ -137,12 +139,15 @@ def stream_of(nodes: Sequence[Node], originals: Sequence[Pod], seed: int) -> Run
 
 def typical(pods: Sequence[Pod]) -> list[tuple[tuple[int, int, int, str], float]]:
     """The kinds of pods that make up 95 % of all, the commonest first, with their shares among these."""
-    counts = sorted(
-        Counter(pod.kind for pod in pods).items(), key=lambda item: (item[1], item[0]), reverse=True
-    )
+    return commonest([pod.kind for pod in pods])
+
+
+def commonest(kinds: Sequence[Kind]) -> list[tuple[Kind, float]]:
+    """Those that make up 95 % of all, the commonest first, with their shares among these."""
+    counts = sorted(Counter(kinds).items(), key=lambda item: (item[1], item[0]), reverse=True)
     kept, total = [], 0
     for kind, count in counts:
-        if total >= 0.95 * len(pods):
+        if total >= 0.95 * len(kinds):
             break
         kept.append((kind, count))
         total += count

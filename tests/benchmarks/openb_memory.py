@@ -17,7 +17,6 @@ compute, of memory, both together (of 200), and the scarcer one: each pod counts
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
@@ -137,14 +136,8 @@ def _kind(pod: Pod) -> tuple[int, int, int, int]:
 
 def _typical(pods: Sequence[Pod]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """As `openb.typical`, with memory."""
-    counts = sorted(Counter(map(_kind, pods)).items(), key=lambda item: (item[1], item[0]), reverse=True)
-    kept, total = [], 0
-    for kind, count in counts:
-        if total >= 0.95 * len(pods):
-            break
-        kept.append((kind, count))
-        total += count
-    return np.array([kind for kind, _ in kept], np.int64), np.array([n / total for _, n in kept])
+    usual = openb.commonest([_kind(pod) for pod in pods])
+    return np.array([kind for kind, _ in usual], np.int64), np.array([share for _, share in usual])
 
 
 @njit(cache=True)
