@@ -48,9 +48,8 @@ __all__ = ["EtcdMember", "EtcdSettings", "EtcdStatus", "EtcdStore"]
 FIRST_PAGE_KEYS = 256
 LARGEST_PAGE_KEYS = 2_000  # some 10 ms of a busy event loop
 SMALLEST_PAGE_KEYS = 16
-EMPTY_PAGE_BITS = (
-    8  # the first empty page makes the guess this many bits wider, each further one twice as many more
-)
+# The first empty page makes the guess this many bits wider, each further one twice as many more.
+EMPTY_PAGE_BITS = 8
 PAGE_BYTES = 2 << 20
 LIST_ATTEMPTS = 3
 
@@ -258,9 +257,8 @@ class _Pages:
         self.size = FIRST_PAGE_KEYS
         self.done = False
         self._spans = list(spans)
-        self._width = (
-            len(spans[0].start) + 48
-        )  # what lies deeper than that cannot be told apart, and need not be
+        # What lies deeper than that cannot be told apart, and need not be.
+        self._width = len(spans[0].start) + 48
         self._gap = 1  # mean distance of two keys
         self._leap = EMPTY_PAGE_BITS
 

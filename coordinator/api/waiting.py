@@ -82,9 +82,8 @@ class Planned:
         """None for a job that the plan knows nothing of: it was placed, or planning failed on it."""
         try:
             return self.plan.waiting.get(id)
-        except (
-            Exception
-        ) as error:  # reasons are found when asked for, and one that cannot be must not hide the others
+        except Exception as error:
+            # Reasons are found when asked for, and one that cannot be must not hide the others.
             logger.exception("no reason for job=%s", id)
             return reason_of(error)
 
