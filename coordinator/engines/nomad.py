@@ -98,6 +98,7 @@ class NomadEngine:
         ]
 
     async def observe(self, sink: TaskSink) -> None:
+        self._wishes.begin()
         observer = NomadObserver(
             self._api, self._wishes, sink, self._clock_ms, self._settings.log_retention_seconds
         )
@@ -137,6 +138,9 @@ class NomadEngine:
         node_ids = {}
         for grant in grants:
             node_id = self._nomad_id(grant.node)
+            if not node_id and self._wishes.may_be_registered((job.id, job.attempt)):
+                # A refusal would end the attempt at once, and it may start yet.
+                raise EngineUnavailable(f"no Nomad client is known on node {grant.node} any more")
             if not node_id:
                 raise EngineRefused(_refusal("no Nomad client is known on this node", grant.node))
             node_ids[grant.node] = node_id

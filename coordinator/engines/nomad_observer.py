@@ -40,7 +40,7 @@ DEBOUNCE_SECONDS = 0.02
 @frozen
 class _Before:
     """What was known of an attempt before Nomad was asked for it: a launch may come in between. `tried`: a register
-    was sent; `registered`: and answered."""
+    may have been sent; `registered`: it was, and answered."""
 
     id: str
     attempt: Attempt
@@ -275,7 +275,7 @@ class NomadObserver:
             attempt,
             {placed.task: placed.node for placed in job.allocation.tasks},
             dict(self._wishes.tasks(attempt)),
-            attempt in self._wishes.launched,
+            self._wishes.may_be_registered(attempt),
             attempt in self._wishes.registered,
         )
 

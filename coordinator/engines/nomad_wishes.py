@@ -35,16 +35,27 @@ class NothingLive:
 
 
 class Wishes:
-    """What the engine was told: jobs to look at, attempts to stop, attempts that it registered itself."""
+    """What the engine was told: jobs to look at, attempts to stop, attempts that it registered itself. `inherited` are
+    those that were live when the term began: whoever led before may have registered them, and its request may still be
+    on its way (seeds 201524, 201538)."""
 
     def __init__(self, live: Callable[[], LiveJobs], nomad_node: Callable[[str], str | None]) -> None:
         self._live = live
         self.nomad_node = nomad_node
         self._hints: set[str] = set()
         self._wake = asyncio.Event()
+        self.inherited: frozenset[Attempt] = frozenset()
         self.launched: dict[Attempt, Job] = {}
         self.registered: set[Attempt] = set()
         self.stopping: set[Attempt] = set()
+
+    def begin(self) -> None:
+        """A term begins: nothing was launched in it yet."""
+        self.inherited = frozenset((job.id, job.attempt) for job in self._live().live_jobs.values())
+
+    def may_be_registered(self, attempt: Attempt) -> bool:
+        """Whether a register of it may have been sent, by anybody. That Nomad does not have it says nothing then."""
+        return attempt in self.launched or attempt in self.inherited
 
     def hint(self, nomad_id: str) -> None:
         self._hints.add(nomad_id)

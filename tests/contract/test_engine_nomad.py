@@ -177,6 +177,7 @@ async def test_an_attempt_that_was_stopped_is_never_started_again(world: World) 
 async def test_stop_of_what_was_never_launched_confirms_that_nothing_runs(world: World) -> None:
     engine = world.engine()
     world.observe(engine)
+    await asyncio.sleep(0)  # the term has begun, so that nobody else can have launched what comes
     job = world.job(sh("sleep 3600"), sh("sleep 3600"))
     await world.stop(engine, job)
     tasks = [await world.until_released(job, number) for number in (0, 1)]

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from coordinator.engines import EngineRefused, EngineUnavailable, LogsExpired
-from coordinator.model import TaskState
+from coordinator.model import JobState, TaskState
 from tests.contract.nomad_world import World, fake_world, sh
 
 LONG = sh("sleep 3600")
@@ -508,6 +508,39 @@ async def test_stop_after_a_register_without_an_answer_waits_for_the_time_of_gra
     assert world.task(job) is None
     world.now_ms += 10_000
     assert (await world.until_released(job)).fault == ""
+
+
+async def test_stop_of_what_the_leader_before_may_have_sent_waits_for_the_time_of_grace(world: World) -> None:
+    """Its register may still be on its way: released at once, it ran beside the next attempt (seeds 201524, 201538)."""
+    before, job = world.engine(), world.job(LONG)
+    await world.launch(before, world.job(LONG))
+    await world.web.stop()
+    with pytest.raises(EngineUnavailable):
+        await world.launch(before, job)
+    await world.web.start()
+    next_leaders = world.engine()
+    world.observe(next_leaders)
+    await world.stop(next_leaders, job)
+    await world.until(lambda: world.looks(job) >= 3)
+    assert world.task(job) is None
+    world.records.live_jobs[job.id] = evolve(job, stop=None, state=JobState.ALLOCATED)
+    await world.launch(before, job)  # it arrives
+    world.ask_stop(job)
+    task = await world.until_released(job)
+    assert task.container, "ended as what it was, and not as something that Nomad never had"
+    assert [one.running for one in world.containers(job)] == [False]
+
+
+async def test_what_the_leader_before_may_have_sent_is_not_refused(world: World) -> None:
+    """A refusal ends the attempt at once, and its register may still be on its way."""
+    engine, job = world.engine(), world.job(LONG, nodes=("n9",))
+    world.observe(engine)
+    await world.listed()
+    with pytest.raises(EngineUnavailable):
+        await world.launch(engine, job)
+    new = world.job(LONG, nodes=("n9",))
+    with pytest.raises(EngineRefused):
+        await world.launch(engine, new)
 
 
 async def test_launch_between_two_reads_is_not_taken_for_a_purge(world: World) -> None:
