@@ -82,6 +82,7 @@ class Checks:
         self.given_up: dict[tuple[str, int], set[str]] = {}
         self.coordinators: dict[Process, str] = {}
         self.last_heard: dict[str, float] = {}
+        self.back_at: dict[str, float] = {}  # when a node was heard again that could be given up
         self.story: list[str] = []
         self._folders: dict[str, set[str]] = defaultdict(set)
         self._writes = 0
@@ -162,7 +163,10 @@ class Checks:
         if isinstance(seen, TaskSeen):
             self._task(seen.task)
         if folder == "nodes" and key.endswith("/report") and not change.deleted:
-            self.last_heard[rest.split("/")[0]] = loop.time()
+            node = rest.split("/")[0]
+            if self._silent(node) >= self.settings.lost_seconds:
+                self.back_at[node] = loop.time()
+            self.last_heard[node] = loop.time()
         return folder == "tasks"
 
     def _job(self, folder: str, job: Job) -> None:
@@ -197,14 +201,11 @@ class Checks:
             return
         lost = _lost_nodes(after, before.attempt)
         if before.state is JobState.CANCELLING:  # its end says that it was cancelled, and not what was lost
-            lost |= {
-                node for node in before.allocation.nodes if self._silent(node) >= self.settings.lost_seconds
-            }
+            lost |= {node for node in before.allocation.nodes if self._may_be_given_up(node)}
         self.given_up[before.id, before.attempt] = lost
         for node in lost:
-            silent = self._silent(node)
-            least = self.settings.lost_seconds
-            hold(silent >= least - 0.5, f"{node} was given up after {silent:.1f} s, not {least}")
+            text = f"{node} was given up after {self._silent(node):.1f} s, not {self.settings.lost_seconds}"
+            hold(self._may_be_given_up(node), text)
         for placed in before.allocation.tasks:
             machine = self.machines[placed.node]
             if placed.node in lost:
@@ -222,6 +223,14 @@ class Checks:
                 not ghosts or self.settings.engine == "nomad",
                 f"{key} is on its GPU and its slices were freed",
             )
+
+    def _may_be_given_up(self, node: str) -> bool:
+        """It has been silent for its time, or was until a moment ago: what the leader sent then lands now (seed 200219)."""
+        back_at = self.back_at.get(node, -inf)
+        return (
+            self._silent(node) >= self.settings.lost_seconds - 0.5
+            or self.loop.time() - back_at <= BEHIND_SECONDS
+        )
 
     def _silent(self, node: str) -> float:
         return self.loop.time() - self.last_heard.get(node, 0.0)
