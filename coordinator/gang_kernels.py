@@ -35,6 +35,7 @@ from coordinator.kernels import (
     _least_cost,
     _worst_connected,
     idle_gpus,
+    isolation_of,
 )
 
 # What the functions work in: a row, its sums, the bounds of a task on it; behind it, as long as the gang each, what the
@@ -79,18 +80,18 @@ def _fill_node(
         chosen = _stand(row, sums, shape, build, kept, prices, cpu_prices, values, whole, step_mib, scratch)
         if chosen < 0:
             break
-        sharing = np.int64(0)
+        names = np.int64(0)
         for n in range(row[COUNT]):
             if chosen >> n & 1:
-                beside = row[PIECES + 2 * GPUS + n]
-                sharing = sharing << 4 | beside
+                name = isolation_of(kept, row[PIECES + 2 * GPUS + n])
+                names = names << 4 | name
                 row[PIECES + n] -= build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
                 row[PIECES + GPUS + n] -= shape[S_MILLI]
-                row[PIECES + 2 * GPUS + n] |= np.int64(1) << (kept >> (24 + 2 * beside) & 3)
+                row[PIECES + 2 * GPUS + n] |= np.int64(1) << name
         row[CPU] -= shape[S_CPU]
         row[MEMORY] -= shape[S_MEMORY]
         sums[SUM_IS_KNOWN] = 0
-        codes[first + count] = chosen << 32 | sharing
+        codes[first + count] = chosen << 32 | names
         used |= chosen
         count += 1
     return count, used

@@ -24,7 +24,7 @@ from coordinator.fit import Fit, after, use_of
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.tables import (
-    BITS,
+    ISOLATIONS,
     MEMBERS,
     NAMES,
     REASONS,
@@ -32,6 +32,7 @@ from coordinator.tables import (
     Nodes,
     Table,
     build_row,
+    code_of,
     compat,
     doubled,
     encoded,
@@ -40,8 +41,7 @@ from coordinator.tables import (
     sharing_of,
 )
 from coordinator.worth import Worth
-from vgpu import isolation
-from vgpu.reasons import Reason, ReasonCode
+from vgpu.reasons import ReasonCode
 from vgpu.topology import Location
 
 _EMPTY = (0,) * k.GPUS
@@ -188,7 +188,8 @@ class Index:
         self._stamps = np.zeros(len(nodes.views), np.int64)
         self._stamp = 0
         self._odd = np.zeros(max(1, len(nodes.views)), np.int64)
-        self._log = np.zeros(max(1024, 8 * len(nodes.views)), np.int64)
+        # A ring: who is behind by more than it holds looks at all nodes.
+        self._log = np.zeros(max(1024, 1 << (8 * len(nodes.views)).bit_length()), np.int64)
         self._logged = 0
         self._place_rank = nodes.whole_ranks()
         self._forget_shapes()
@@ -211,7 +212,6 @@ class Index:
         """Undoes what a draft did."""
         if self._touched:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
-            self._make_room(len(touched))
             self._logged = k.restore(
                 self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
                 self._log, self._logged,
@@ -294,15 +294,8 @@ class Index:
         return known
 
     def _change(self, number: int) -> None:
-        self._make_room(1)
-        self._log[self._logged] = number
+        self._log[self._logged & (len(self._log) - 1)] = number
         self._logged += 1
-
-    def _make_room(self, entries: int) -> None:
-        """Empties a log that would be too short: who has not caught up by now looks at everything."""
-        if self._logged + entries > len(self._log):
-            self._position = [0 if at == self._logged else -1 for at in self._position]
-            self._logged = 0
 
     # --- the draft ---
 
@@ -311,7 +304,7 @@ class Index:
         number = self._nodes.number[node]
         self._touched.add(number)
         place = self._nodes.place[number]
-        if self._rows[number, k.BUILD] < 0:
+        if self._nodes.builds[number] < 0:
             row = after(task, self.row(node), found)
             encoded_row = self._encoded(number, self._nodes.views[number], row)
             encoded_row[k.STATE] = int(self._rows[number, k.STATE])
@@ -319,18 +312,16 @@ class Index:
             self._rows[number] = encoded_row
             self._sums[number, k.SUM_IS_KNOWN] = 0
             self._python_rows[number] = row
+            self._change(number)
         else:
-            chosen = bit = 0
-            for gpu, name in zip(found.gpus, found.isolations, strict=True):
-                chosen |= 1 << gpu
-                bit = BITS[name]
             self._python_rows.pop(number, None)
-            memory_mib = -1 if task.gpus.memory_mib is None else task.gpus.memory_mib
-            self._idle_in[place] -= k.take(
-                self._rows, self._sums, number, task.cpu_milli, task.memory_mib, chosen, memory_mib,
-                task.gpus.compute_milli, bit, self._build_table,
+            gpus = task.gpus
+            k.take(
+                self._rows, self._sums, self._build_table, self._idle_in, place, self._log, self._logged, number,
+                task.cpu_milli, task.memory_mib, -1 if gpus.memory_mib is None else gpus.memory_mib,
+                gpus.compute_milli, code_of(found.gpus, found.isolations),
             )  # fmt: skip
-        self._change(number)
+            self._logged += 1
 
     def hold(self, nodes: frozenset[str]) -> None:
         """These nodes refuse everybody, and no others do."""
@@ -338,7 +329,6 @@ class Index:
             return
         numbers = np.array([self._nodes.number[node] for node in nodes ^ self._held], np.int64)
         self._held = nodes
-        self._make_room(len(numbers))
         self._logged = k.hold(self._rows, self._base, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:
@@ -391,22 +381,30 @@ class Index:
             left = k.catch_up(*self._tables(asked.number, self._position[asked.number]))
             self._fall_back(asked, left, fallback)
 
-    def place(self, asked: _Asked, fallback: Fallback) -> tuple[str, Fit | None] | None:
-        """The node with the lowest score, ties by the idle GPUs of its place, then by name; and how the task fits
-        there, which is not known of a node of an odd build. None: it fits nowhere."""
+    def place(
+        self, asked: _Asked, fallback: Fallback, *, taking: bool = False
+    ) -> tuple[str, Fit | None, int] | None:
+        """The node with the lowest score, ties by the idle GPUs of its place, then by name; how the task fits there; and
+        how many whole GPUs the node has. None: it fits nowhere. With `taking` the task is there from now on. Of a node
+        of an odd build only the name is known, and nothing is taken there."""
         self._stamp += 1
         nodes = self._nodes
-        left, node, found = k.place(
+        left, node, code, idle = k.place(
             *self._tables(asked.number, self._position[asked.number]),
-            nodes.block_place, self._idle_in, nodes.name_order,
+            nodes.block_place, self._idle_in, nodes.name_order, taking,
         )  # fmt: skip
         if left:
             self._fall_back(asked, left, fallback)
-            return self.place(asked, fallback)
+            return self.place(asked, fallback, taking=taking)
         self._position[asked.number] = self._logged
         if node < 0:
             return None
-        return nodes.names[node], self._fit(asked, node, found)
+        found = self._fit(asked, node, code)
+        if taking and found is not None:
+            self._logged += 1
+            self._touched.add(node)
+            self._python_rows.pop(node, None)
+        return nodes.names[node], found, idle
 
     def _tables(self, number: int | Table, first: int | Table) -> tuple[object, ...]:
         """What `kernels.catch_up` wants for a shape that has seen the log up to `first`."""
@@ -614,24 +612,19 @@ class Index:
             asked.number, number, answer,
         )  # fmt: skip
 
-    def _fit(self, asked: _Asked, number: int, chosen: int) -> Fit | None:
+    def _fit(self, asked: _Asked, number: int, code: int) -> Fit | None:
         """From what `kernels.choose` tells, once for all nodes alike."""
         build = self._nodes.builds[number]
         if build < 0:
             return None
-        known = self._fits.get((asked.number, build, chosen))
+        known = self._fits.get((asked.number, build, code))
         if known is not None:
             return known
-        kinds, gpus, task = self._build_of[build], MEMBERS[chosen >> 32], asked.task
-        sharing = [NAMES[chosen >> 4 * place & 15] for place in reversed(range(len(gpus)))]
-        names = []
-        for gpu, beside in zip(gpus, sharing, strict=True):
-            name = isolation.choose(task.gpus, kinds.gpus[gpu], kinds.isolations, beside)
-            assert not isinstance(name, Reason)
-            names.append(name)
+        kinds, gpus = self._build_of[build], MEMBERS[code >> 32]
+        names = tuple([ISOLATIONS[code >> 4 * place & 15] for place in reversed(range(len(gpus)))])
         cost = kinds.topology.set_cost(gpus) if len(gpus) > 1 else 0
-        use = use_of(task.gpus, kinds.gpus, gpus, names)
-        found = self._fits[asked.number, build, chosen] = Fit(gpus, tuple(names), (), cost, use)
+        use = use_of(asked.task.gpus, kinds.gpus, gpus, names)
+        found = self._fits[asked.number, build, code] = Fit(gpus, names, (), cost, use)
         return found
 
     def _set_prices(self, worth: Worth | None) -> None:

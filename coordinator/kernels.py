@@ -347,15 +347,17 @@ def catch_up(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
 ):  # fmt: skip
-    """Answers anew for the nodes that stand in log[first:last], or for all where first < 0. Returns how many of them
-    are left to the caller in `odd`, since they are of a build that this page does not know."""
+    """Answers anew for the nodes that were logged from `first` to `last`, or for all where first < 0 or the log has
+    forgotten some. Returns how many of them are left to the caller in `odd`, since they are of a build that this page
+    does not know."""
     scratch = sums[len(rows), SUM_BOUNDS:]
     shape = shapes[s]
     left = 0
     dirty = False
-    count = len(rows) if first < 0 else last - first
+    is_all = first < 0 or last - first > len(log)
+    count = len(rows) if is_all else last - first
     for i in range(count):
-        node = i if first < 0 else log[last - 1 - i]
+        node = i if is_all else log[(last - 1 - i) & (len(log) - 1)]
         if stamps[node] == stamp:
             continue
         stamps[node] = stamp
@@ -456,7 +458,7 @@ def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
 @_compiled
 def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib):
     """How the task would stand on a node where it fits: the set of its GPUs, and behind it in four bits for each of
-    them what they are shared in."""
+    them the place of the isolation that it would have there."""
     row, shape = rows[node], shapes[s]
     build = builds[row[BUILD]]
     kept = compat[s, row[BUILD]]
@@ -468,49 +470,66 @@ def choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, valu
             row, shape, build, kept, True, prices, cpu_prices, values, whole, step_mib,
             sums[node], sums[len(rows), SUM_BOUNDS:],
         )  # fmt: skip
-    sharing = np.int64(0)
+    names = np.int64(0)
     for n in range(row[COUNT]):
         if chosen >> n & 1:
-            sharing = sharing << 4 | row[PIECES + 2 * GPUS + n]
-    return np.int64(chosen) << 32 | sharing
+            names = names << 4 | isolation_of(kept, row[PIECES + 2 * GPUS + n])
+    return np.int64(chosen) << 32 | names
+
+
+@_inlined
+def isolation_of(kept, beside):
+    """The place of the isolation that a slice has beside others, of what `coordinator.tables.compat` tells."""
+    return kept >> (24 + 2 * beside) & 3
 
 
 @_compiled
 def place(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
     keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
-    block_place, idle_in, name_order,
+    block_place, idle_in, name_order, taking,
 ):  # fmt: skip
-    """`catch_up`, `best_node` and `choose` in one: (nodes left to the caller, node, set and sharing of its GPUs)."""
+    """`catch_up`, `best_node` and `choose` in one, and where it is asked for `take` too: (nodes left to the caller,
+    node, how the task stands there, whole GPUs of the node before)."""
     left = catch_up(
         rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
         keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
     )  # fmt: skip
     if left:
-        return left, -1, np.int64(0)
+        return left, -1, np.int64(0), 0
     node = best_node(keys, minima, s, block_starts, block_place, idle_in, name_order)
     if node < 0 or rows[node, BUILD] < 0:
-        return left, node, np.int64(0)
+        return left, node, np.int64(0), 0
     chosen = choose(rows, sums, shapes, s, node, builds, compat, prices, cpu_prices, values, whole, step_mib)
-    return left, node, chosen
+    idle = idle_gpus(rows[node], builds[rows[node, BUILD]])
+    if taking:
+        shape = shapes[s]
+        take(
+            rows, sums, builds, idle_in, block_place[block_of[node]], log, last, node,
+            shape[S_CPU], shape[S_MEMORY], shape[S_GPU_MEMORY], shape[S_MILLI], chosen,
+        )  # fmt: skip
+    return left, node, chosen, idle
 
 
 @_compiled
-def take(rows, sums, node, cpu, memory, chosen, gpu_memory, milli, bit, builds):
-    """The task is there from now on. Returns by how many the whole GPUs of the node became fewer."""
+def take(
+    rows, sums, builds, idle_in, place, log, logged, node, cpu, memory, gpu_memory, milli, chosen
+):  # fmt: skip
+    """The task is there from now on, as `choose` tells it; that the node changed is logged."""
     sums[node, SUM_IS_KNOWN] = 0
     row = rows[node]
     build = builds[row[BUILD]]
-    fewer = 0
     row[CPU] -= cpu
     row[MEMORY] -= memory
-    for n in range(row[COUNT]):
-        if chosen >> n & 1:
-            fewer += _is_idle(row, build, n)
+    names = chosen
+    for n in range(row[COUNT] - 1, -1, -1):
+        if chosen >> (32 + n) & 1:
+            idle_in[place] -= _is_idle(row, build, n)
             row[PIECES + n] -= build[n] if gpu_memory < 0 else gpu_memory
             row[PIECES + GPUS + n] -= milli
-            row[PIECES + 2 * GPUS + n] |= bit
-    return fewer
+            row[PIECES + 2 * GPUS + n] |= np.int64(1) << (names & 15)
+            names >>= 4
+    log[logged & (len(log) - 1)] = node
 
 
 @_compiled
@@ -536,7 +555,7 @@ def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
             row[column] = base[node, column]
         idle_in[place[node]] += row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
         sums[node, SUM_IS_KNOWN] = 0
-        log[logged] = node
+        log[logged & (len(log) - 1)] = node
         logged += 1
     return logged
 
@@ -547,7 +566,7 @@ def hold(rows, base, nodes, log, logged):
     for node in nodes:
         rows[node, STATE] ^= HELD
         base[node, STATE] ^= HELD
-        log[logged] = node
+        log[logged & (len(log) - 1)] = node
         logged += 1
     return logged
 

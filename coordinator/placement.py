@@ -312,7 +312,7 @@ class IndexedSearch:
         answer = self._index.place(self._asked, self._fallback)
         if answer is None:
             return None
-        best = self._spot(*answer)
+        best = self._spot(answer[0], answer[1])
         if headroom.is_unlimited or headroom.allows(self._draft.charge([best])):
             return best
         for node in self._index.in_order(self._asked):
@@ -320,6 +320,18 @@ class IndexedSearch:
             if headroom.allows(self._draft.charge([spot])):
                 return spot
         return None
+
+    def take_best(self) -> tuple[Spot, int] | None:
+        """The best node for whoever may hold whatever it costs, taken at once; and how many whole GPUs it had."""
+        answer = self._index.place(self._asked, self._fallback, taking=True)
+        if answer is None:
+            return None
+        node, found, idle = answer
+        if found is not None:
+            return Spot(0, node, self._task, found), idle
+        spot, idle = self._spot(node, None), self._index.idle_gpus(node)
+        self._index.take(node, self._task, spot.found)
+        return spot, idle
 
     @property
     def fits_somewhere(self) -> bool:

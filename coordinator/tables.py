@@ -40,6 +40,8 @@ REASONS = (
 )
 # The isolations that the compiled rules know, one bit each.
 BITS = {"exclusive": 1, "mps": 2, "mig": 4, "timeslice": 8}
+# By the place of its bit.
+ISOLATIONS = tuple(BITS)
 NAMES = tuple(tuple(sorted(name for name, bit in BITS.items() if sharing & bit)) for sharing in range(16))
 MEMBERS = tuple(tuple(n for n in range(k.GPUS) if mask >> n & 1) for mask in range(256))
 # Nodes of one place stand in blocks of so many.
@@ -63,6 +65,15 @@ def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
 
 def _is_fraction(task: TaskShape) -> bool:
     return task.gpus.count == 1 and not task.gpus.is_whole
+
+
+@lru_cache(maxsize=10_000)
+def code_of(gpus: tuple[int, ...], isolations: tuple[str, ...]) -> int:
+    """What `kernels.choose` would tell of a task that has these."""
+    code = 0
+    for gpu, name in zip(gpus, isolations, strict=True):
+        code = (code | 1 << 32 + gpu) & ~0xFFFFFFFF | (code & 0x0FFFFFFF) << 4 | ISOLATIONS.index(name)
+    return code
 
 
 class Nodes:

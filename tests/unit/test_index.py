@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator import gangs, model
 from coordinator.index import Index
 from coordinator.model import NodeAdmin
-from coordinator.placement import Draft, Spot, wait_reason
+from coordinator.placement import Draft, IndexedSearch, Spot, wait_reason
 from coordinator.prices import size_prices, with_market
 from coordinator.snapshot import Shape, TaskShape, shape_of
 from coordinator.usage import Headroom
@@ -131,8 +131,16 @@ def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices,
             SEEN["priced"] += worth is not None
             if spot is not None:
                 SEEN["odd"] += spot.node in ("n6", "n7")
-                for draft in (kept, plain):
-                    draft.take([spot])
+                if step % 3 == 2 and limit is NO_LIMIT:
+                    idle = kept.idle_gpus(spot.node)
+                    search = kept.search(shape.tasks[0], shape.constraints)
+                    assert isinstance(search, IndexedSearch)
+                    taken = search.take_best()
+                    assert taken is not None
+                    assert (taken[0].node, taken[1]) == (spot.node, idle)
+                else:
+                    kept.take([spot])
+                plain.take([spot])
                 assert kept.row(spot.node) == plain.row(spot.node)
                 assert kept.idle_gpus(spot.node) == plain.idle_gpus(spot.node)
             if step == 8 and turn == 2:
@@ -152,6 +160,24 @@ def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices,
         for shape in asked:
             same(*others, shape.tasks[0], shape.constraints, NO_LIMIT)
         shaken(w, random, turn)
+
+
+def test_a_shape_that_nobody_asked_for_a_long_time_looks_at_all_nodes():
+    w, index = world(), Index()
+    shape = shape_of(spec(memory=40 * GIB, compute=500))
+    snapshot = w.cluster.snapshot(w.now_ms)
+    kept, plain = Draft(snapshot, index=index), Draft(snapshot)
+    same(kept, plain, shape.tasks[0], shape.constraints, NO_LIMIT)
+    for draft in (kept, plain):
+        draft.put(
+            {name: view.row._replace(cpu_milli=0) for name, view in snapshot.nodes.items() if name != "n4"}
+        )
+    for cpu_milli in range(2000):
+        kept.put({"n1": snapshot.nodes["n1"].row._replace(cpu_milli=cpu_milli % 2)})
+    plain.put({"n1": kept.row("n1")})
+    found = same(kept, plain, shape.tasks[0], shape.constraints, NO_LIMIT)
+    assert found is not None
+    assert found.node == "n4"
 
 
 def racks() -> World:
