@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -26,9 +26,10 @@ from attrs import frozen
 from coordinator import gangs
 from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
+from coordinator.lineup import Cards, Line, Lineups
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot
-from coordinator.queues import Cards, Line, TenantQueue, fronts_of, overdue, wanted
+from coordinator.queues import TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from vgpu.reasons import Reason, ReasonCode
@@ -36,7 +37,7 @@ from vgpu.reasons import Reason, ReasonCode
 if TYPE_CHECKING:
     from coordinator.index import Index
 
-ALL_SHAPES = -1
+ALL_LINES = -1
 # After so many refused shapes it is cheaper to ask for all at once than to find the next ones one after the other.
 _MANY_REFUSALS = 8
 
@@ -87,22 +88,22 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
 
 
 class _Cycle:
-    """`open` are the shapes, as bits, that may still find room in the whole draft, `beside` those that may find some
-    beside the reserved job."""
+    """`open` are the lines, as a set (`coordinator.lineup`), that may still find room in the whole draft, `beside` those
+    that may find some beside the reserved job."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, memo: Index | None) -> None:
         self.snapshot = snapshot
         self.policy = policy
         self.cards = Cards(snapshot)
         self.standings = Standings(snapshot, policy)
-        self.fronts = fronts_of(snapshot, self.cards)
-        self.entitlement = Entitlement(snapshot, policy, wanted(self.fronts))
+        self.lineup = (Lineups() if memo is None else memo.lineups).of(snapshot, self.cards)
+        self.entitlement = Entitlement(snapshot, policy, self.lineup.wanted)
         self.room = Room(Draft(snapshot, index=memo), policy)
         self.queues: dict[str, TenantQueue] = {}
         self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
-        self.open = ALL_SHAPES
+        self.open = ALL_LINES
         self.refusals = 0
-        self.beside = ALL_SHAPES
+        self.beside = ALL_LINES
         self.refusals_beside = 0
         self.narrowed: set[str] = set()
         self.placements: list[Placement] = []
@@ -169,7 +170,7 @@ class _Cycle:
         """Places the job whole or not at all, and charges its tenant at once."""
         tenant = job.tenant
         headroom = self.standings.headroom(tenant)
-        if not headroom.allows(line.needs.use) or self._starves_its_own(line, job):
+        if not headroom.allows(line.use) or self._starves_its_own(line, job):
             return False
         spots = self.room.spots_of(job, line.shape, headroom, draft)
         if spots is None:
@@ -190,7 +191,7 @@ class _Cycle:
         else:
             queue.refuse()
         if is_refused:
-            self.open &= ~line.bit
+            self.open &= ~self.lineup.order.of_shape(line.shape)
             self.refusals += 1
             if self.refusals % _MANY_REFUSALS == 0:
                 self.open &= self.room.fitting(self._waiting_shapes())
@@ -204,7 +205,7 @@ class _Cycle:
             return
         queue.pass_over(self._ends_in_time)
         if draft is not None and self.beside & line.bit and self.room.is_refused(line.shape, draft):
-            self.beside &= ~line.bit
+            self.beside &= ~self.lineup.order.of_shape(line.shape)
             self.refusals_beside += 1
             if self.refusals_beside % _MANY_REFUSALS == 0:
                 self.beside &= self.room.fitting(self._waiting_shapes(), draft)
@@ -222,13 +223,13 @@ class _Cycle:
 
     def _waiting_shapes(self) -> Mapping[int, Shape]:
         """Of all tenants; those refused already too, so that the set is the same from cycle to cycle."""
-        waiting = functools.reduce(operator.or_, [front.bits for front in self.fronts.values()])
-        return self.cards.fronts.shapes(waiting)
+        waiting = functools.reduce(operator.or_, [front.all for front in self.lineup.fronts.values()])
+        return self.lineup.order.shapes(waiting)
 
     def _queue(self, tenant: str) -> TenantQueue:
         known = self.queues.get(tenant)
         if known is None:
-            known = TenantQueue(self.snapshot, tenant, self.cards, self.policy.max_wait_seconds)
+            known = TenantQueue(self.snapshot, tenant, self.lineup, self.policy.max_wait_seconds)
             self.queues[tenant] = known
         return known
 
@@ -242,13 +243,13 @@ class _Cycle:
 
     def _turns(self) -> list[tuple[bool, int, str]]:
         """Of those who may still have a chance."""
-        turns = [self.turns[tenant] for tenant, front in self.fronts.items() if front.bits & self.open]
+        turns = [self.turns[tenant] for tenant, front in self.lineup.fronts.items() if front.all & self.open]
         heapq.heapify(turns)
         return turns
 
     def _is_owed(self, line: Line, job: Job) -> bool:
         held, tenant = self.standings.held(job.tenant), job.tenant
-        return self.entitlement.covers(tenant, held, line.needs.use, self.room.is_starved(job))
+        return self.entitlement.covers(tenant, held, line.use, self.room.is_starved(job))
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation
@@ -274,20 +275,18 @@ class _Cycle:
         waited for so many times the bounded wait, allowed by their tenant's limit, and able to run here at all, so that
         a hold dies with its cause (QF-7)."""
         seconds = times * self.policy.max_wait_seconds
-        late: Iterable[tuple[Shape, Job]] = (
-            (shape, job)
-            for tenant, front in self.fronts.items()
+        late = [
+            (self.lineup.order.lines[key], job)
+            for tenant, front in self.lineup.fronts.items()
             if front.oldest_ms <= self.snapshot.now_ms - 1000 * seconds
-            for shape, job in overdue(self.snapshot, tenant, seconds)
-            if self.standings.headroom(tenant).allows(self.cards.needs(shape).use)
-        )
+            for key, job in overdue(self.snapshot, tenant, seconds)
+            if self.standings.headroom(tenant).allows(self.lineup.order.lines[key].use)
+        ]
         seen: set[Shape] = set()
-        for shape, job in sorted(
-            late, key=lambda pair: (-pair[1].spec.priority, pair[1].queued_at_ms, pair[1].id)
-        ):
-            if shape not in seen and why_never(job.spec, self.snapshot) is None:
-                yield Line(shape, self.cards.fronts.bit(shape), self.cards.needs(shape), (job,)), job
-            seen.add(shape)
+        for line, job in sorted(late, key=lambda pair: (-pair[0].priority, pair[1].queued_at_ms, pair[1].id)):
+            if line.shape not in seen and why_never(job.spec, self.snapshot) is None:
+                yield line, job
+            seen.add(line.shape)
 
     def _placement(self, job: Job, spots: Sequence[Spot]) -> Placement:
         allocation = Allocation(

@@ -18,7 +18,7 @@ from attrs import evolve
 from coordinator.cycle import Plan
 from coordinator.lifecycle import AllocationIncomplete
 from coordinator.model import Job
-from coordinator.snapshot import Snapshot
+from coordinator.snapshot import JobLine, Snapshot
 from vgpu.reasons import Reason, ReasonCode
 
 ASIDE_MS = 5 * 60 * 1000
@@ -40,9 +40,9 @@ def without(snapshot: Snapshot, ids: Collection[str]) -> Snapshot:
     lines = dict(snapshot.lines)
     for tenant in {snapshot.waiting_jobs[id].tenant for id in out}:
         kept = {
-            key: left
+            key: JobLine.of(left)
             for key, line in lines.pop(tenant).items()
-            if (left := tuple(job for job in line if job.id not in out))
+            if (left := [job for job in line if job.id not in out])
         }
         if kept:
             lines[tenant] = kept

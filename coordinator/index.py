@@ -21,6 +21,7 @@ from attrs import frozen
 from coordinator import gang_kernels
 from coordinator import kernels as k
 from coordinator.fit import Fit, after, use_of
+from coordinator.lineup import Lineups
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.tables import (
@@ -67,6 +68,7 @@ class Index:
         self.worth: Worth | None = None
         # Places of nodes that were read anew since somebody who keeps more about them took this set away.
         self.reread: set[int] = set()
+        self.lineups = Lineups()
         self._snapshot: Snapshot | None = None
         self._logged = 0
         self._position: list[int] = []

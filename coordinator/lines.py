@@ -7,67 +7,50 @@ finding its place and copying the line once for each snapshot. Snapshots share e
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import overload
 
 from coordinator.model import Job
-from coordinator.snapshot import LineKey, shape_of
+from coordinator.snapshot import JobLine, LineKey, shape_of
 from jobspecs.spec import JobSpec
 
 FORMS_KEPT = 10_000
 # Jobs that have left the front of a line stay in its list until they are this part of it, or few in any case.
 _LEFT_PART = 4
 _LEFT_FEW = 64
+# A tenant's log of changed lines begins anew once it is so many times as long as there are lines.
+_LOG_PER_LINE = 4
 
 
-class JobLine(Sequence[Job]):
-    """A line as it was at one moment: a part of a list that only grows behind it."""
+class TenantLines(dict[LineKey, JobLine]):
+    """The lines of a tenant as they were at one moment, and the keys of those that have changed up to then: a part of a
+    list that only grows behind it."""
 
-    __slots__ = ("_jobs", "_start", "_stop")
+    __slots__ = ("_log", "_logged")
 
-    def __init__(self, jobs: list[Job], start: int) -> None:
-        self._jobs = jobs
-        self._start = start
-        self._stop = len(jobs)
+    def __init__(self, before: TenantLines | None, keys: Iterable[LineKey]) -> None:
+        """As `before`, in which these lines are to be changed at once."""
+        super().__init__(before or {})
+        is_long = before is None or len(before._log) > _LOG_PER_LINE * (len(before) + _LEFT_FEW)
+        self._log: list[LineKey] = [] if before is None or is_long else before._log
+        self._log.extend(keys)
+        self._logged = len(self._log)
 
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    @overload
-    def __getitem__(self, place: int) -> Job: ...
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Job, ...]: ...
-    def __getitem__(self, place: int | slice) -> Job | tuple[Job, ...]:
-        if isinstance(place, slice):
-            places = range(self._start, self._stop)[place]
-            return tuple([self._jobs[at] for at in places])
-        at = place + (self._start if place >= 0 else self._stop)
-        if self._start <= at < self._stop:
-            return self._jobs[at]
-        raise IndexError(place)
-
-    def __iter__(self) -> Iterator[Job]:
-        return map(self._jobs.__getitem__, range(self._start, self._stop))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"JobLine({[job.id for job in self]})"
+    def since(self, earlier: TenantLines) -> Sequence[LineKey] | None:
+        """The lines that have come, changed or gone since; None where that is not known."""
+        return self._log[earlier._logged : self._logged] if self._log is earlier._log else None
 
 
 class _Line:
     """A line as it is now: `jobs` from `start` on. What was lent sees of `jobs` what was there when it was lent, so that
     only the end of the list may grow; every other change is made in a list of its own."""
 
-    __slots__ = ("jobs", "lent", "owns", "start")
+    __slots__ = ("jobs", "lent", "limited", "owns", "start")
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.start = 0
+        self.limited = 0
         self.owns = True
         self.lent: JobLine | None = None
 
@@ -76,6 +59,7 @@ class _Line:
 
     def add(self, job: Job) -> None:
         self.lent = None
+        self.limited += job.spec.max_runtime_seconds is not None
         if not len(self) or _age(self.jobs[-1]) <= _age(job):
             self.jobs.append(job)
         else:
@@ -86,17 +70,18 @@ class _Line:
         self.lent = None
         if len(self) and self.jobs[self.start].id == job.id:
             self.start += 1
+            self.limited -= self.jobs[self.start - 1].spec.max_runtime_seconds is not None
             if self.start > max(_LEFT_FEW, len(self.jobs) // _LEFT_PART):
                 self._copy()
             return
         self._own()
         place = bisect_left(self.jobs, _age(job), lo=self.start, key=_age)
         if place < len(self.jobs) and self.jobs[place].id == job.id:
-            del self.jobs[place]
+            self.limited -= self.jobs.pop(place).spec.max_runtime_seconds is not None
 
     def lend(self) -> JobLine:
         if self.lent is None:
-            self.lent = JobLine(self.jobs, self.start)
+            self.lent = JobLine(self.jobs, self.start, self.limited)
             self.owns = False
         return self.lent
 
@@ -113,7 +98,7 @@ class _Line:
 class WaitingLines:
     def __init__(self) -> None:
         self._lines: dict[str, dict[LineKey, _Line]] = {}
-        self._lent: dict[str, Mapping[LineKey, JobLine]] = {}
+        self._lent: dict[str, TenantLines] = {}
         self._changed: dict[str, dict[LineKey, None]] = {}
         self._key_of_job: dict[str, LineKey] = {}
         self._keys: dict[tuple[object, ...], LineKey] = {}
@@ -165,7 +150,7 @@ class WaitingLines:
         self._change(tenant, key)
         return key
 
-    def lend(self) -> Mapping[str, Mapping[LineKey, JobLine]]:
+    def lend(self) -> Mapping[str, TenantLines]:
         """All lines by tenant, frozen; empty ones are left out. Those of a tenant are the same object as long as none
         of them changes."""
         if self._changed:
@@ -176,7 +161,7 @@ class WaitingLines:
         return MappingProxyType(self._lent)
 
     def _lend_of(self, tenant: str, keys: Mapping[LineKey, None]) -> None:
-        lines, lent = self._lines[tenant], dict(self._lent.get(tenant, {}))
+        lines, lent = self._lines[tenant], TenantLines(self._lent.get(tenant), keys)
         for key in keys:
             line = lines[key]
             if len(line):

@@ -13,10 +13,11 @@ from coordinator.fairness import Entitlement, Standings, headroom, over_limit
 from coordinator.fit import Fit, fit, matches_model, memory_need_mib
 from coordinator.holds import Room, elsewhere, waits_for
 from coordinator.lifecycle import REFUSED_SECONDS
+from coordinator.lineup import Cards
 from coordinator.model import Job, Tenant
 from coordinator.nodes import NodeView, Row
 from coordinator.placement import Draft, empty_draft, wait_reason
-from coordinator.queues import Cards, is_ready
+from coordinator.queues import is_ready
 from coordinator.snapshot import Shape, Snapshot, TaskShape, shape_of
 from coordinator.usage import Use
 from jobspecs.spec import JobSpec

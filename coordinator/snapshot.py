@@ -6,9 +6,9 @@ and one shape, oldest first, since they are all answered alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, overload
 
 from attrs import field, frozen
 
@@ -98,6 +98,9 @@ class Shape:
 _TASKS: dict[TaskShape, TaskShape] = {}
 _SHAPES: dict[Shape, Shape] = {}
 _MOST_SHAPES = 20_000
+# A search for a job that may start beside a reservation looks at so many of a line.
+SEARCH_DEPTH = 500
+NEVER_MS = 1 << 62
 
 
 def shape_of(spec: JobSpec) -> Shape:
@@ -118,7 +121,69 @@ class LineKey:
     shape: Shape = field(order=False)
 
 
-Lines = Mapping[LineKey, Sequence[Job]]
+class JobLine(Sequence[Job]):
+    """The waiting jobs of one tenant, one priority and one shape, oldest first, as they were at one moment: a part of a
+    list that only grows behind it. It is never empty. `first` is the oldest job, `limited` how many have a limit of
+    their time."""
+
+    __slots__ = ("_jobs", "_quickest_ms", "_start", "_stop", "first", "limited")
+
+    def __init__(self, jobs: list[Job], start: int, limited: int) -> None:
+        self._jobs = jobs
+        self._start = start
+        self._stop = len(jobs)
+        self._quickest_ms: int | None = None
+        self.first = jobs[start]
+        self.limited = limited
+
+    @classmethod
+    def of(cls, jobs: Iterable[Job]) -> JobLine:
+        """A line of these jobs, in their order."""
+        line = [*jobs]
+        return cls(line, 0, sum(job.spec.max_runtime_seconds is not None for job in line))
+
+    @property
+    def quickest_ms(self) -> int:
+        """How long the job with a limit runs at most that runs shortest, as far as a search goes."""
+        if self._quickest_ms is None:
+            jobs = self[:SEARCH_DEPTH]
+            limits = [
+                1000 * job.spec.max_runtime_seconds - job.ran_ms
+                for job in jobs
+                if job.spec.max_runtime_seconds is not None
+            ]
+            self._quickest_ms = min(limits, default=NEVER_MS)
+        return self._quickest_ms
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, place: int) -> Job: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Job, ...]: ...
+    def __getitem__(self, place: int | slice) -> Job | tuple[Job, ...]:
+        if isinstance(place, slice):
+            places = range(self._start, self._stop)[place]
+            return tuple([self._jobs[at] for at in places])
+        at = place + (self._start if place >= 0 else self._stop)
+        if self._start <= at < self._stop:
+            return self._jobs[at]
+        raise IndexError(place)
+
+    def __iter__(self) -> Iterator[Job]:
+        return map(self._jobs.__getitem__, range(self._start, self._stop))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"JobLine({[job.id for job in self]})"
+
+
+Lines = Mapping[LineKey, JobLine]
 
 
 @frozen(eq=False)

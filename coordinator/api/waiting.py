@@ -19,8 +19,9 @@ from coordinator.cluster import Snapshot
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.fairness import Policy, Standings
 from coordinator.guard import is_marked, planned, reason_of, without
+from coordinator.lineup import Cards, Lineups
 from coordinator.model import Job
-from coordinator.queues import Cards, TenantQueue
+from coordinator.queues import TenantQueue
 from vgpu.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
     """The waiting jobs in the order in which they would get slices if all of them fitted: the tenant whose turn it is
     gives its next job and is charged for it. The job that nodes are held for (`first`) leads; those in a back-off
     come last. Each step costs the logarithm of the tenants and lines, so that a page of a long queue is cheap."""
-    standings, cards = Standings(snapshot, policy), Cards(snapshot)
-    queues = {t: TenantQueue(snapshot, t, cards, policy.max_wait_seconds) for t in snapshot.lines}
+    standings, lineup = Standings(snapshot, policy), Lineups().of(snapshot, Cards(snapshot))
+    queues = {t: TenantQueue(snapshot, t, lineup, policy.max_wait_seconds) for t in snapshot.lines}
     ahead = snapshot.waiting_jobs.get(first)
     if ahead is not None:
         queues[ahead.tenant].take(ahead)
@@ -52,7 +53,7 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
             continue
         line, job = head
         queues[tenant].take(job)
-        standings.charge(tenant, line.needs.use)
+        standings.charge(tenant, line.use)
         heapq.heapreplace(turns, standings.turn(tenant))
         yield job
     resting = [job for job in snapshot.waiting if job.not_before_ms > snapshot.now_ms and job.id != first]

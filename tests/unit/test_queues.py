@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.lineup import Cards, Lineups, Needs
 from coordinator.model import Job
-from coordinator.queues import Cards, Needs, TenantQueue, overdue
+from coordinator.queues import TenantQueue, overdue
 from coordinator.snapshot import shape_of
 from jobspecs.spec import TaskSpec
 from tests.builders import GIB, START_MS, World, gpu, job, mig, node, spec, wants
@@ -19,7 +20,7 @@ def order(*jobs: Job, now: int = 0, max_wait: int = 3 * DAY, refuse: tuple[str, 
     w.now = now
     w.submit(*jobs)
     snapshot = w.snapshot()
-    queue = TenantQueue(snapshot, "a", Cards(snapshot), max_wait)
+    queue = TenantQueue(snapshot, "a", Lineups().of(snapshot, Cards(snapshot)), max_wait)
     out = []
     while (head := queue.first()) is not None:
         _, one = head

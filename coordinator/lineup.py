@@ -1,0 +1,246 @@
+"""Who stands in front of all lines, kept from cycle to cycle: what it costs grows with the lines that changed.
+
+A line is the waiting jobs of one priority and one shape. Sets of lines are whole numbers with one bit for each line,
+and the line that goes first has the lowest: higher priority, then what needs least (GPU memory, compute, CPU). So
+which line of a tenant is next among those that may still fit is one `and` and the lowest bit of it.
+
+All of this is a memo, compared with what it was made from; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from attrs import define, frozen
+
+from coordinator.fit import matches_model
+from coordinator.lines import TenantLines
+from coordinator.snapshot import NEVER_MS, JobLine, LineKey, Lines, Shape, Snapshot, TaskShape
+from coordinator.usage import NO_USE, Use
+from vgpu.inventory import Gpu
+
+# So many places of a set are there for each line, so that most new lines find one between two others.
+_SPREAD = 8
+_FEW_LINES = 1000
+
+
+@frozen
+class Needs:
+    """What a job needs in all, as far as it is known before a card is chosen."""
+
+    memory_mib: int
+    compute_milli: int
+    cpu_milli: int
+
+    @cached_property
+    def use(self) -> Use:
+        return Use(self.compute_milli, self.memory_mib)
+
+    @cached_property
+    def size(self) -> tuple[int, int, int]:
+        """What jobs are ordered by."""
+        return self.memory_mib, self.compute_milli, self.cpu_milli
+
+
+class Cards:
+    """The kinds of GPU in the cluster, to say what a whole card is at least (FR-5: only real GPUs count)."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.kinds = snapshot.kinds
+        self._needs: dict[Shape, Needs] = {}
+
+    def needs(self, shape: Shape) -> Needs:
+        """With a whole card taken for the smallest one that matches; 0 where there is none."""
+        known = self._needs.get(shape)
+        if known is None:
+            memory = sum(task.count * task.gpus.count * self._memory_mib(task) for task in shape.tasks)
+            known = self._needs[shape] = Needs(memory, shape.compute_milli, shape.cpu_milli)
+        return known
+
+    def _memory_mib(self, task: TaskShape) -> int:
+        if task.gpus.memory_mib is not None:
+            return task.gpus.memory_mib
+        return next((gpu.memory_mib for gpu in self.kinds if self._is_enough(task, gpu)), 0)
+
+    def _is_enough(self, task: TaskShape, gpu: Gpu) -> bool:
+        return matches_model(task.gpus, gpu) and gpu.compute_milli >= task.gpus.compute_milli
+
+
+@define(eq=False)
+class Line:
+    """`place` is where it stands in sets of lines, `bit` the set of it alone, `peers` that of all lines that are equal but
+    for their shape: among those the older job goes first."""
+
+    priority: int
+    shape: Shape
+    needs: Needs
+    use: Use
+    place: int
+    bit: int
+    peers: int
+
+
+class Order:
+    """The places of lines in sets. Lines are only added, so that who has taken it may go on while others add theirs; once
+    there is no place left between two lines, the next to come starts with another order."""
+
+    def __init__(self, kinds: Sequence[Gpu]) -> None:
+        self.kinds = kinds
+        self.lines: dict[LineKey, Line] = {}
+        self.at: dict[int, Line] = {}  # by place
+        self._of_shape: dict[Shape, int] = {}
+        self._ranks: list[tuple[int, tuple[int, int, int]]] = []
+        self._places: list[int] = []
+        self._last_shapes: tuple[int, Mapping[int, Shape]] = 0, {}
+
+    def add(self, key: LineKey, needs: Needs) -> bool:
+        """False where there is no place for it."""
+        rank = (-key.priority, needs.size)
+        first, last = bisect_left(self._ranks, rank), bisect_right(self._ranks, rank)
+        # Between which two of its peers does not matter: where most is left.
+        spot = max(range(first, last + 1), key=self._gap)
+        below = self._places[spot - 1] if spot else -1
+        place = below + (self._gap(spot) + 1) // 2
+        if self._gap(spot) < 2:
+            return False
+        line = Line(key.priority, key.shape, needs, needs.use, place, 1 << place, 1 << place)
+        for at in self._places[first:last]:
+            peer = self.at[at]
+            peer.peers |= line.bit
+            line.peers |= peer.bit
+        self._ranks.insert(spot, rank)
+        self._places.insert(spot, place)
+        self.at[place] = self.lines[key] = line
+        self._of_shape[key.shape] = self._of_shape.get(key.shape, 0) | line.bit
+        return True
+
+    def _gap(self, spot: int) -> int:
+        """How far the places before and after it are from each other."""
+        below = self._places[spot - 1] if spot else -1
+        return self._places[spot] - below if spot < len(self._places) else 2 * _SPREAD
+
+    def of_shape(self, shape: Shape) -> int:
+        """All lines of a shape."""
+        return self._of_shape[shape]
+
+    def shapes(self, lines: int) -> Mapping[int, Shape]:
+        """The shapes of a set of lines, each by its own lines. For the same set as last time it is the same object."""
+        known = self._last_shapes
+        if known[0] != lines:
+            found = {its: shape for shape, its in self._of_shape.items() if its & lines}
+            known = self._last_shapes = lines, found
+        return known[1]
+
+
+@frozen(eq=False)
+class Front:
+    """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set, `limited`
+    those in which a job has a limit of its time; `jobs` go by the place of the line. Nobody came before `oldest_ms`."""
+
+    lines: Lines
+    all: int
+    limited: int
+    jobs: Mapping[int, JobLine]
+    wanted: Use
+    oldest_ms: int
+
+
+_NOBODY = Front({}, 0, 0, {}, NO_USE, NEVER_MS)
+
+
+@frozen(eq=False)
+class Lineup:
+    """The fronts of all tenants with somebody waiting, and the order that their sets are in."""
+
+    order: Order
+    fronts: Mapping[str, Front]
+
+    @property
+    def wanted(self) -> Mapping[str, Use]:
+        """What the waiting jobs of each tenant would hold."""
+        return {tenant: front.wanted for tenant, front in self.fronts.items()}
+
+
+class Lineups:
+    """The newest lineup, from which the next one is made. It serves one cycle at a time."""
+
+    def __init__(self) -> None:
+        self._last = Lineup(Order(()), {})
+
+    def of(self, snapshot: Snapshot, cards: Cards) -> Lineup:
+        self._last = self._follow(snapshot, cards) or self._anew(snapshot, cards)
+        return self._last
+
+    def _follow(self, snapshot: Snapshot, cards: Cards) -> Lineup | None:
+        """None where all must be made anew: other cards, or no place for a new line."""
+        order, known = self._last.order, self._last.fronts
+        if order.kinds != cards.kinds:
+            return None
+        changed: dict[str, Collection[LineKey]] = {}
+        for tenant, lines in snapshot.lines.items():
+            front = known.get(tenant, _NOBODY)
+            if front.lines is not lines:
+                keys = changed[tenant] = _changed(lines, front.lines)
+                for key in keys:
+                    if key not in order.lines and key in lines and not order.add(key, cards.needs(key.shape)):
+                        return None
+        fronts = {
+            tenant: _front(known.get(tenant, _NOBODY), lines, changed[tenant], order)
+            if tenant in changed
+            else known[tenant]
+            for tenant, lines in snapshot.lines.items()
+        }
+        return Lineup(order, fronts)
+
+    def _anew(self, snapshot: Snapshot, cards: Cards) -> Lineup:
+        """Lines that nobody waits in any more keep their places, unless there are many of them."""
+        order, waited_in = Order(cards.kinds), {key for lines in snapshot.lines.values() for key in lines}
+        known = self._last.order.lines.keys()
+        keys = waited_in | known if len(known) < _FEW_LINES + 4 * len(waited_in) else waited_in
+        # Of equal rank in any order: no decision depends on it.
+        for key in sorted(keys, key=lambda key: (-key.priority, cards.needs(key.shape).size)):
+            order.add(key, cards.needs(key.shape))
+        fronts = {tenant: _front(_NOBODY, lines, lines, order) for tenant, lines in snapshot.lines.items()}
+        return Lineup(order, fronts)
+
+
+def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
+    """The keys of lines that may differ."""
+    if isinstance(lines, TenantLines) and isinstance(before, TenantLines):
+        known = lines.since(before)
+        if known is not None:
+            return known
+    return [key for key in {**before, **lines} if lines.get(key) is not before.get(key)]
+
+
+def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) -> Front:
+    """The front as it is once these lines have changed."""
+    everything, limited, jobs = front.all, front.limited, dict(front.jobs)
+    memory, compute = front.wanted.memory, front.wanted.compute
+    oldest_ms, has_oldest_left = front.oldest_ms, False
+    for key in keys:
+        line = order.lines.get(key)
+        if line is None:
+            continue  # it came and went in between
+        before, now = jobs.pop(line.place, None), lines.get(key)
+        more = 0
+        limited &= ~line.bit
+        if before is not None:
+            more -= len(before)
+            has_oldest_left = has_oldest_left or before.first.submitted_at_ms == front.oldest_ms
+        if now is not None:
+            more += len(now)
+            jobs[line.place] = now
+            everything |= line.bit
+            oldest_ms = min(oldest_ms, now.first.submitted_at_ms)
+            if now.limited:
+                limited |= line.bit
+        else:
+            everything &= ~line.bit
+        memory += more * line.needs.memory_mib
+        compute += more * line.needs.compute_milli
+    if has_oldest_left:
+        oldest_ms = min([line.first.submitted_at_ms for line in jobs.values()], default=NEVER_MS)
+    return Front(lines, everything, limited, jobs, Use(compute, memory), oldest_ms)
