@@ -65,6 +65,16 @@ def test_prices_cover_the_mix_and_no_gpu_can_be_sold_for_more_than_one():
     )
 
 
+def test_a_rare_size_pays_what_the_gpu_cannot_sell_beside_it():
+    """Of more sizes than the covering problem takes. Nothing goes beside a 700 of the many but a 300."""
+    many = {kind(10 * c, memory=CARD * m // 20): 100 for c in range(70, 82) for m in range(8, 18)}
+    worth = priced(many | {kind(600): 1, kind(300): 1, kind(400): 1})
+    assert pays(worth, 600) == pytest.approx(1.0, abs=1e-6)
+    assert pays(worth, 300) == 0
+    assert pays(worth, 400) == 0, "the rare 600 would sell the whole GPU already"
+    assert max(line[-1] for line in worth.values[0]) <= GPU_UNITS, "no GPU is sold for more than one"
+
+
 def test_little_known_is_no_price():
     assert size_prices({kind(500): FEWEST_JOBS - 1}, CARD) is None
     assert size_prices({Kind(1000, 0, 0, 0, ""): 500}, CARD) is None, "nobody wants a GPU"
