@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.commit import Intent
 from coordinator.lifecycle import Transition, allocated, check_complete
@@ -96,7 +97,7 @@ def reason_intent(job: Job, reason: Reason, keys: Keys) -> Intent | None:
     if key not in keys:
         return None
     compare: Compare = unchanged(key, keys[key].mod_revision)
-    return Intent(job.id, (compare,), (Put(key, encode(evolve(job, reason=reason))),))
+    return Intent(job.id, (compare,), (Put(key, encode(replace(job, reason=reason))),))
 
 
 def grants_of(job: Job, keys: Keys) -> tuple[Grant, ...]:
@@ -113,7 +114,7 @@ def grants_of(job: Job, keys: Keys) -> tuple[Grant, ...]:
 
 
 def _trimmed(job: Job) -> Job:
-    return evolve(job, history=job.history[-HISTORY_LENGTH:])
+    return replace(job, history=job.history[-HISTORY_LENGTH:])
 
 
 def _attempt_keys(job: Job, keys: Keys) -> list[str]:

@@ -20,9 +20,9 @@ that is given up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 
-from attrs import evolve, fields_dict, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from coordinator.endings import NOT_RUN_CODE, Ending, ending, is_bad_end, ran_ms, refusing
 from coordinator.model import Allocation, Happening, Job, JobState, PastAttempt, Task, TaskState
@@ -172,7 +172,7 @@ def cancelled(job: Job, now_ms: int, reason: Reason | None = None) -> Job:
     reason = reason or Reason(ReasonCode.CANCELLED_BY_USER)
     if job.allocation is None:
         if job.reason is not None and job.reason.code is ReasonCode.RESERVED:
-            reason = evolve(reason, numbers={**reason.numbers, HELD_RESERVATION: 1})
+            reason = replace(reason, numbers={**reason.numbers, HELD_RESERVATION: 1})
         return _moved(job, S.CANCELLED, now_ms, reason, ended_at_ms=now_ms)
     return _moved(job, S.CANCELLING, now_ms, reason)
 
@@ -201,7 +201,7 @@ def settle_job(job: Job, snapshot: Snapshot) -> Transition | None:
     reason = _why_stop(job, tasks, lost, snapshot)
     if reason is None:
         return None
-    after = evolve(
+    after = replace(
         job,
         stop=reason,
         history=(*job.history, Happening(job.state, snapshot.now_ms, job.attempt, reason)),
@@ -298,20 +298,20 @@ def _unconfirmed(job: Job, snapshot: Snapshot) -> Transition | None:
         return None
     assert job.allocation is not None
     reason = Reason(ReasonCode.STOP_UNCONFIRMED, {"limit_seconds": deadline_seconds}, job.allocation.nodes)
-    return Transition(job, evolve(job, reason=reason))
+    return Transition(job, replace(job, reason=reason))
 
 
 def _ended(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Snapshot) -> Transition:
     end = ending(job, tasks, lost, _stop_asked_ms(job), snapshot.settings)
     ran = job.ran_ms + ran_ms(job, tasks, snapshot.now_ms)
-    happened = evolve(job, past=_past(job, tasks))
+    happened = replace(job, past=_past(job, tasks))
     if lost and job.state not in (S.CANCELLING, S.LOST):
         happened = _moved(
             happened, S.LOST, snapshot.now_ms, Reason(ReasonCode.NODE_LOST, subjects=tuple(sorted(lost)))
         )
     if end.state is S.PENDING:
         refused_by = refusing(job, tasks, end.reason)
-        return Transition(job, _queued_again(evolve(happened, refused_by=refused_by), end, ran, snapshot))
+        return Transition(job, _queued_again(replace(happened, refused_by=refused_by), end, ran, snapshot))
     ended = [task.ended_at_ms for task in tasks.values() if task.ended_at_ms is not None]
     assert job.allocation is not None
     ended_ms = snapshot.now_ms
@@ -358,16 +358,7 @@ def _queued_again(job: Job, end: Ending, ran: int, snapshot: Snapshot) -> Job:
     )
 
 
-# As `evolve` does it, for half the price: every placement is one.
-_PLACES = {name: place for place, name in enumerate(fields_dict(Job))}
-_VALUES = attrgetter(*_PLACES)
-
-
 def _moved(job: Job, state: JobState, at_ms: int, reason: Reason | None, **changes: object) -> Job:
     check(job.state, state)
     happening = Happening(state, at_ms, job.attempt, reason)
-    values = list(_VALUES(job))
-    changes.update(state=state, reason=reason, history=(*job.history, happening))
-    for name, value in changes.items():
-        values[_PLACES[name]] = value
-    return Job(*values)
+    return replace(job, state=state, reason=reason, history=(*job.history, happening), **changes)

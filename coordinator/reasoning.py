@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import gangs
 from coordinator.fairness import Entitlement, Standings, headroom, over_limit
@@ -170,7 +170,7 @@ def _beyond_limit(shape: Shape, tenant: Tenant, cards: Cards) -> Reason | None:
     need = cards.needs(shape).use
     if headroom(tenant, Use()).allows(need):
         return None
-    return evolve(over_limit(tenant, Use(), need), code=ReasonCode.JOB_LARGER_THAN_LIMIT)
+    return replace(over_limit(tenant, Use(), need), code=ReasonCode.JOB_LARGER_THAN_LIMIT)
 
 
 def _task_never(task: TaskShape, rows: Sequence[Row]) -> Reason | None:

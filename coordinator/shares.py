@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from attrs import define, evolve, field
+from attrs import define, field
+from msgspec.structs import replace
 
 from coordinator.model import Tenant, UsageHour
 from coordinator.usage import UsageLedger, Use
@@ -212,5 +213,5 @@ class EntitledShares:
             if (tenant, hour_ms) not in found:
                 found[tenant, hour_ms] = ledger.hour(tenant, hour_ms, now_ms)
         return tuple(
-            evolve(hour, entitled_milli_ms=self._ledger.amounts(*key)) for key, hour in sorted(found.items())
+            replace(hour, entitled_milli_ms=self._ledger.amounts(*key)) for key, hour in sorted(found.items())
         )

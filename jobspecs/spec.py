@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attrs import field, frozen
+from msgspec import Struct, field
 
 from vgpu.slices import SliceRequest
 
 
-@frozen
-class TaskSpec:
+class TaskSpec(Struct, frozen=True, gc=False):
     """`count` equal tasks of a job, each one container. CPU in thousandths of a core, memory in MiB."""
 
     name: str = "main"
     count: int = 1
     image: str = ""
     command: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(factory=dict)
-    gpus: SliceRequest = field(factory=SliceRequest)
+    env: Mapping[str, str] = field(default_factory=dict)
+    gpus: SliceRequest = field(default_factory=SliceRequest)
     cpu_milli: int = 1000
     memory_mib: int = 1024
     shm_mib: int = 64
 
 
-@frozen
-class JobSpec:
+class JobSpec(Struct, frozen=True, gc=False):
     """A job: all its tasks are placed and run together (a gang), or none is.
 
     `max_runtime_seconds` (None = no limit) counts running time, over all attempts. `retries` is how often a job is
@@ -38,7 +36,7 @@ class JobSpec:
     priority: int = 0
     max_runtime_seconds: int | None = None
     retries: int = 0
-    constraints: Mapping[str, str] = field(factory=dict)
+    constraints: Mapping[str, str] = field(default_factory=dict)
     stop_grace_seconds: int = 10
 
     @property

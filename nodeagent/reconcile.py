@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
 from jobspecs.container import ContainerSettings, Grant
@@ -183,11 +183,11 @@ def _running(
     view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey, task: ObservedTask
 ) -> Iterator[Action]:
     since_ms = view.stops.get(key)
-    written = evolve(
+    written = replace(
         _task(view, key, TaskState.RUNNING), started_at_ms=task.started_at_ms, container=task.container
     )
     if since_ms is not None and view.now_ms - since_ms >= view.limits.stop_deadline_ms:
-        written = evolve(
+        written = replace(
             written, fault=ReasonCode.STOP_UNCONFIRMED.value, detail=_unconfirmed(view, key, since_ms)
         )
     yield from _write(view, seen, written)
@@ -225,7 +225,7 @@ def _may_start(view: View, container: ContainerSettings) -> bool:
 
 
 def _write(view: View, seen: SeenGrant, task: Task) -> Iterator[Action]:
-    task = evolve(task, detail=task.detail[:DETAIL_CHARACTERS])
+    task = replace(task, detail=task.detail[:DETAIL_CHARACTERS])
     if view.records.get(TaskKey(task.job, task.attempt, task.task)) != task:
         yield WriteTask(task, seen.create_revision)
 
@@ -238,7 +238,7 @@ def _never_started(view: View, key: TaskKey, failure: Failure) -> Task:
     record = view.records.get(key)
     if record is not None and record.state is TaskState.EXITED:
         return record
-    return evolve(
+    return replace(
         _task(view, key, TaskState.EXITED),
         ended_at_ms=failure.at_ms,
         exit_code=failure.exit_code,
@@ -286,8 +286,8 @@ def _vanished(view: View, key: TaskKey, container: ContainerSettings, record: Ta
     """It has run and is not there any more, so somebody else removed it. It is over, and does not run twice."""
     released = _is_clean(view, key, bool(container.slices))
     if record.state is TaskState.EXITED:
-        return evolve(record, released=released)
-    return evolve(
+        return replace(record, released=released)
+    return replace(
         record,
         state=TaskState.EXITED,
         ended_at_ms=view.now_ms,

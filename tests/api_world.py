@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from aiohttp.test_utils import TestClient, TestServer
 from attrs import define, evolve, field
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.app import make_app
@@ -217,7 +218,7 @@ class World:
     async def put_waiting(self, id: str, tenant: str = "team-a", **changes: Any) -> Job:
         spec = JobSpec("n", tenant, (TaskSpec(image="i"),))
         job = Job(id, spec, JobState.PENDING, self.clock(), self.clock())
-        job = evolve(job, **changes)
+        job = replace(job, **changes)
         await self.put(records.queue_key(tenant, id), job)
         return job
 
@@ -234,14 +235,14 @@ class World:
             job.attempt, (TaskPlacement(0, node, (piece,), 1000, GIB),), self.clock(),
             Reason(ReasonCode.CHOSEN, {"priority_millionths": 1}, (tenant,)), Reason(ReasonCode.PLACED, {"gpus": 1}, (node,)),
         )  # fmt: skip
-        live = evolve(job, state=JobState.ALLOCATED, allocation=allocation)
+        live = replace(job, state=JobState.ALLOCATED, allocation=allocation)
         await self.write(Delete(key), Put(records.job_key(id), records.encode(live)))
         return live
 
     async def task(self, job: Job, state: TaskState, **changes: Any) -> Task:
         assert job.allocation is not None
         node = job.allocation.tasks[0].node
-        task = evolve(Task(job.id, job.attempt, 0, node, state, started_at_ms=self.clock()), **changes)
+        task = replace(Task(job.id, job.attempt, 0, node, state, started_at_ms=self.clock()), **changes)
         await self.put(records.task_key(node, job.id, job.attempt, 0), task)
         return task
 

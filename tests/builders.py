@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import lifecycle, model
 from coordinator.cluster import Cluster
@@ -149,17 +150,15 @@ def spec(
         request = wants(gpus, memory, compute, model, isolation)
         tasks = [TaskSpec(count=count, image="busybox", gpus=request, cpu_milli=cpu, memory_mib=node_memory)]
     base = JobSpec(name, tenant, tuple(tasks))
-    return evolve(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def job(id: str, submitted: int = 0, **changes: object) -> Job:
     """A waiting job, submitted so many seconds after the start; other words as in `spec`."""
     at_ms = START_MS + 1000 * submitted
-    fields = {
-        name: changes.pop(name) for name in list(changes) if name in {a.name for a in Job.__attrs_attrs__}
-    }
+    fields = {name: changes.pop(name) for name in list(changes) if name in set(Job.__struct_fields__)}
     base = Job(id, spec(name=id, **changes), JobState.PENDING, at_ms, at_ms)  # type: ignore[arg-type]
-    return evolve(base, **fields)  # type: ignore[arg-type]
+    return replace(base, **fields)  # type: ignore[arg-type]
 
 
 def piece(uuid: str, memory: int = 80 * GIB, compute: int = 1000, isolation: str = "exclusive") -> Slice:
@@ -190,7 +189,7 @@ def task(of: Job, number: int = 0, state: TaskState = TaskState.RUNNING, **chang
     assert of.allocation is not None
     node_name = next(placed.node for placed in of.allocation.tasks if placed.task == number)
     base = Task(of.id, of.attempt, number, node_name, state, released=state is TaskState.EXITED)
-    return evolve(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 class World:
@@ -222,7 +221,7 @@ class World:
         self.see(model.InventorySeen(inventory), model.ReportSeen(report(inventory.node, self.now_ms)))
 
     def tenant(self, name: str, quota: int = 0, **changes: object) -> None:
-        self.see(model.TenantSeen(evolve(Tenant(name, quota), **changes)))  # type: ignore[arg-type]
+        self.see(model.TenantSeen(replace(Tenant(name, quota), **changes)))  # type: ignore[arg-type]
 
     def submit(self, *jobs: Job) -> None:
         for one in jobs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from attrs import field, frozen
+from msgspec import Struct, field
 
 
 class ReasonCode(enum.Enum):
@@ -80,12 +80,11 @@ class ReasonCode(enum.Enum):
     ALLOCATION_UNREADABLE = "allocation_unreadable"
 
 
-@frozen
-class Reason:
+class Reason(Struct, frozen=True, gc=False):
     """`numbers` are whole numbers with units in their names; `subjects` are names (of nodes, GPUs, fields);
     `detail` is text from elsewhere (Docker, Nomad), shown as it came."""
 
     code: ReasonCode
-    numbers: Mapping[str, int] = field(factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
     subjects: tuple[str, ...] = ()
     detail: str = ""

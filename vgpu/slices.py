@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from msgspec import Struct
 
 from vgpu.inventory import WHOLE_GPU_MILLI
 
 
-@frozen
-class SliceRequest:
+class SliceRequest(Struct, frozen=True, gc=False):
     """What one task wants of each of its `count` GPUs, which are always distinct physical cards.
 
     `memory_mib` None means all the memory of whichever card it gets. `model` is matched as a case-insensitive
@@ -27,8 +26,7 @@ class SliceRequest:
         return self.memory_mib is None and self.compute_milli == WHOLE_GPU_MILLI
 
 
-@frozen
-class Slice:
+class Slice(Struct, frozen=True, gc=False):
     """A granted piece of one GPU: 0 < memory_mib <= the GPU's, 0 < compute_milli <= the GPU's."""
 
     gpu: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
@@ -97,7 +98,7 @@ async def _decide(request: web.Request, state: str) -> web.Response:
     compares = [unchanged(own_key, item.mod_revision), unchanged(tenant_key, tenant_item.mod_revision)]
     writes = [Put(own_key, records.encode(after))]
     if state == "GRANTED":
-        tenant = evolve(
+        tenant = replace(
             records.decode(Tenant, tenant_item.value), quota_memory_mib=application.quota_memory_mib
         )
         writes.append(Put(tenant_key, records.encode(tenant)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
@@ -126,7 +126,7 @@ async def _set_cordon(request: web.Request, cordoned: bool, reason: str) -> web.
     for _ in range(_ROUNDS):
         item = await api.store.get(key)
         before = _admin(item, name)
-        after = evolve(before, cordoned=cordoned, cordon_reason=reason)
+        after = replace(before, cordoned=cordoned, cordon_reason=reason)
         compare = unchanged(key, item.mod_revision if item else 0)
         result = await api.store.txn((compare,), (Put(key, records.encode(after)),))
         if result.succeeded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from aiohttp import web
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
@@ -96,7 +96,7 @@ async def change(api: Api, name: str, body: dict[str, object]) -> int:
     """Writes the fields of `body` over the tenant's; the revision, which the replica has passed."""
     for _ in range(_ROUNDS):
         tenant, item = await _read(api, name)
-        after = _changed(evolve(tenant, closing=False), body)
+        after = _changed(replace(tenant, closing=False), body)
         result = await api.store.txn(
             (unchanged(item.key, item.mod_revision),), (Put(item.key, records.encode(after)),)
         )
@@ -115,7 +115,7 @@ async def delete_tenant(request: web.Request) -> web.Response:
 async def _delete(api: Api, name: str) -> web.Response:
     """First the tenant is closed to new jobs, so that none can slip in while it is looked for jobs."""
     tenant, item = await _read(api, name)
-    closed = evolve(tenant, closing=True)
+    closed = replace(tenant, closing=True)
     result = await api.store.txn(
         (unchanged(item.key, item.mod_revision),), (Put(item.key, records.encode(closed)),)
     )
@@ -210,7 +210,7 @@ def _changed(tenant: Tenant, body: dict[str, object]) -> Tenant:
         _take_whole("weight", "weight", body["weight"], _MAX_WEIGHT, changes, faults)
     if faults:
         raise Problem(422, "bad_fields", "; ".join(fault.message for fault in faults), faults)
-    return evolve(tenant, **changes)  # type: ignore[arg-type]
+    return replace(tenant, **changes)
 
 
 def _take_size(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.answers import time_text
@@ -43,8 +43,8 @@ def reason_view(reason: Reason | None) -> View | None:
 
 def hidden_spec_view(spec: JobSpec) -> View:
     """The spec in the form in which it is submitted, with every value of env hidden."""
-    hidden = [evolve(task, env=dict.fromkeys(task.env, HIDDEN)) for task in spec.tasks]
-    return dict(spec_view(evolve(spec, tasks=tuple(hidden))))
+    hidden = [replace(task, env=dict.fromkeys(task.env, HIDDEN)) for task in spec.tasks]
+    return dict(spec_view(replace(spec, tasks=tuple(hidden))))
 
 
 def job_view(

@@ -19,7 +19,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from coordinator.engines import EngineUnavailable, TaskSink
 from coordinator.engines.nomad_api import NomadApi
@@ -302,15 +303,15 @@ class NomadObserver:
             stop = self._wishes.is_to_stop(before.attempt)
             # A register without an answer may still be carried out for a while.
             if stop and (not before.tried or await self._is_surely_gone(before.id, task.node)):
-                ended = evolve(task, state=TaskState.EXITED, released=True, ended_at_ms=self._clock_ms())
+                ended = replace(task, state=TaskState.EXITED, released=True, ended_at_ms=self._clock_ms())
                 await self._tell(self._sent.get(ended.attempt_key) or ended)
             return
         released = await self._is_surely_gone(before.id, task.node)
         if task.state is not TaskState.EXITED:
             detail = "Nomad does not know this job any more"
-            task = evolve(task, state=TaskState.EXITED, fault=ReasonCode.NODE_LOST.value, detail=detail)
-            task = evolve(task, ended_at_ms=self._missing_since_ms[before.id])
-        await self._tell(evolve(task, released=released))
+            task = replace(task, state=TaskState.EXITED, fault=ReasonCode.NODE_LOST.value, detail=detail)
+            task = replace(task, ended_at_ms=self._missing_since_ms[before.id])
+        await self._tell(replace(task, released=released))
 
     async def _is_surely_gone(self, id: str, node: str) -> bool:
         """A client that is in touch with its server ends what the server has forgotten: seen missing for the time of

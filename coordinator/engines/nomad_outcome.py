@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from coordinator.engines.nomad_records import (
     UNKNOWN,
@@ -84,7 +85,7 @@ def _unplaced(seen: AttemptSeen, number: int) -> Task | None:
         return task  # stopped before it was placed
     metric = seen.failed.get(group_name(number))
     detail = placement_sentence(metric) if metric else "another task of the job found no place"
-    return evolve(task, fault=ReasonCode.LAUNCH_FAILED.value, detail=detail, ended_at_ms=seen.failed_at_ms)
+    return replace(task, fault=ReasonCode.LAUNCH_FAILED.value, detail=detail, ended_at_ms=seen.failed_at_ms)
 
 
 def _of_copies(seen: AttemptSeen, number: int, copies: Sequence[AllocationSeen]) -> Task:
@@ -102,15 +103,15 @@ def _of_copies(seen: AttemptSeen, number: int, copies: Sequence[AllocationSeen])
     if first.was_lost or first.is_ended:
         all_dead = all(copy.is_ended for copy in copies)
         may_come_again = not seen.stopped and any(copy.was_lost for copy in copies)
-        return evolve(_ended(task, first), released=all_dead and not may_come_again)
+        return replace(_ended(task, first), released=all_dead and not may_come_again)
     if first.client_status == "running" or (
         first.client_status == UNKNOWN and task.started_at_ms is not None
     ):
-        task = evolve(task, state=TaskState.RUNNING)
+        task = replace(task, state=TaskState.RUNNING)
     if first.client_status == UNKNOWN:
-        return evolve(task, detail="Nomad is out of touch with its node")
+        return replace(task, detail="Nomad is out of touch with its node")
     if task.state is TaskState.STARTING and first.task.events:
-        return evolve(task, detail=first.task.events[-1].display_message[:_LONGEST_DETAIL])
+        return replace(task, detail=first.task.events[-1].display_message[:_LONGEST_DETAIL])
     return task
 
 
@@ -118,14 +119,14 @@ def _ended(task: Task, allocation: AllocationSeen) -> Task:
     state = allocation.task
     terminated, killed = state.last("Terminated"), state.last("Killing", "Killed")
     ended_at_ms = time_ms(state.finished_at) or allocation.modify_time // 1_000_000
-    task = evolve(task, state=TaskState.EXITED, ended_at_ms=ended_at_ms)
+    task = replace(task, state=TaskState.EXITED, ended_at_ms=ended_at_ms)
     if allocation.was_lost and (killed is not None or terminated is None):
         detail = (
             "Nomad lost its node"
             if not allocation.is_ended
             else "Nomad lost its node, and ended it on its return"
         )
-        return evolve(task, fault=ReasonCode.NODE_LOST.value, detail=detail)
+        return replace(task, fault=ReasonCode.NODE_LOST.value, detail=detail)
     if terminated is not None:
         return _terminated(task, terminated.details or {})
     failure = state.last(*_FAILURES)
@@ -133,7 +134,7 @@ def _ended(task: Task, allocation: AllocationSeen) -> Task:
         return _not_started(task, failure.type, failure.details or {}, failure.display_message)
     if killed is not None or state.started_at is None:
         return _stopped_early(task, state)
-    return evolve(task, fault=ReasonCode.NODE_LOST.value, detail="Nomad kept no record of how it ended")
+    return replace(task, fault=ReasonCode.NODE_LOST.value, detail="Nomad kept no record of how it ended")
 
 
 def _terminated(task: Task, details: Mapping[str, str]) -> Task:
@@ -141,7 +142,7 @@ def _terminated(task: Task, details: Mapping[str, str]) -> Task:
     code = int(details.get("exit_code") or 0)
     signal = int(details.get("signal") or 0) or (code - 128 if 128 < code <= 128 + LARGEST_SIGNAL else 0)
     oom_killed = details.get("oom_killed") == "true"
-    return evolve(
+    return replace(
         task,
         exit_code=code,
         signal=signal or None,
@@ -163,13 +164,13 @@ def _not_started(task: Task, kind: str, details: Mapping[str, str], shown: str) 
     fault = (
         ReasonCode.IMAGE_UNAVAILABLE if kind == "Driver Failure" and hopeless else ReasonCode.LAUNCH_FAILED
     )
-    return evolve(task, fault=fault.value, detail=text[:_LONGEST_DETAIL])
+    return replace(task, fault=fault.value, detail=text[:_LONGEST_DETAIL])
 
 
 def _stopped_early(task: Task, state: TaskStateSeen) -> Task:
     """Killed before it ran, or without a word about how it went."""
     last = state.events[-1].display_message if state.events else ""
-    return evolve(task, detail=last[:_LONGEST_DETAIL])
+    return replace(task, detail=last[:_LONGEST_DETAIL])
 
 
 def _as_sibling(task: Task, copies: Sequence[AllocationSeen], seen: AttemptSeen, was_lost: bool) -> Task:
@@ -178,7 +179,7 @@ def _as_sibling(task: Task, copies: Sequence[AllocationSeen], seen: AttemptSeen,
         return task
     if copies[0].task.last("Killing", "Killed") is None:
         return task
-    return evolve(task, fault=ReasonCode.SIBLING_FAILED.value)
+    return replace(task, fault=ReasonCode.SIBLING_FAILED.value)
 
 
 def placement_sentence(metric: PlacementMetric) -> str:

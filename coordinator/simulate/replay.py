@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import lifecycle, model
 from coordinator.cluster import Cluster
@@ -131,7 +131,7 @@ class Replay:
         """As the coordinator writes it into the record of the job."""
         job = self._cluster.waiting_jobs.get(plan.held_for)
         if job is not None and (job.reason is None or job.reason.code is not ReasonCode.RESERVED):
-            self._put(evolve(job, reason=Reason(ReasonCode.RESERVED)))
+            self._put(replace(job, reason=Reason(ReasonCode.RESERVED)))
 
     # --- measures ---
 

@@ -26,7 +26,8 @@ from contextlib import aclosing
 from random import Random
 from typing import Any, TypeVar
 
-from attrs import evolve, field, frozen, mutable
+from attrs import field, frozen, mutable
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
@@ -131,10 +132,10 @@ class Day:
         at_ms = self.now_ms + 1_000
         self._will_be(at_ms, task, item)
         at_ms += 2_000
-        task = evolve(task, state=TaskState.RUNNING, started_at_ms=at_ms)
+        task = replace(task, state=TaskState.RUNNING, started_at_ms=at_ms)
         self._will_be(at_ms, task, item)
         at_ms += int(1000 * self.random.expovariate(1 / MEAN_RUN_SECONDS))
-        ended = evolve(task, state=TaskState.EXITED, ended_at_ms=at_ms, exit_code=0, released=True)
+        ended = replace(task, state=TaskState.EXITED, ended_at_ms=at_ms, exit_code=0, released=True)
         self._will_be(at_ms, ended, item)
 
     def _will_be(self, at_ms: int, task: Task, grant: Any) -> None:
@@ -228,7 +229,7 @@ def ended_job(number: int, ended_ms: int, random: Random, inventory: NodeInvento
         container="c" * 64,
     )
     states = (JobState.PENDING, JobState.ALLOCATED, JobState.STARTING, JobState.RUNNING, JobState.SUCCEEDED)
-    return evolve(
+    return replace(
         job,
         state=JobState.SUCCEEDED,
         exit_code=0,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, evolve, field
+from msgspec.structs import replace
 
 from coordinator.config import Settings
 from coordinator.engines.nomad import NomadEngine, NomadSettings
@@ -142,13 +143,15 @@ class World:
 
     def next_attempt(self, job: Job) -> Job:
         assert job.allocation is not None
-        job = evolve(job, attempt=job.attempt + 1, allocation=evolve(job.allocation, attempt=job.attempt + 1))
+        job = replace(
+            job, attempt=job.attempt + 1, allocation=replace(job.allocation, attempt=job.attempt + 1)
+        )
         self.records.live_jobs[job.id] = job
         return job
 
     def ask_stop(self, job: Job) -> Job:
         """The leader has written that this attempt is to stop."""
-        job = evolve(job, state=JobState.CANCELLING, stop=Reason(ReasonCode.CANCELLED_BY_USER))
+        job = replace(job, state=JobState.CANCELLING, stop=Reason(ReasonCode.CANCELLED_BY_USER))
         self.records.live_jobs[job.id] = job
         return job
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.engines import EngineRefused, LogsExpired
 from coordinator.model import TaskState
@@ -185,7 +185,7 @@ async def test_stop_of_what_was_never_launched_confirms_that_nothing_runs(world:
     await world.launch(engine, job)
     assert [one for one in await engine.list() if one.job == job.id] == []
     world.records.tasks.clear()
-    late = evolve(job, attempt=2)
+    late = replace(job, attempt=2)
     await engine.stop(late.id, 2, late.tenant)
     with pytest.raises(EngineRefused):
         await world.launch(engine, late)
@@ -230,7 +230,7 @@ async def test_gang_that_finds_no_whole_place_is_taken_back_whole(world: World) 
 
 
 async def test_node_without_a_nomad_client_is_refused(world: World) -> None:
-    job = evolve(world.job(sh("exit 0"), nodes=("n9",)))
+    job = replace(world.job(sh("exit 0"), nodes=("n9",)))
     with pytest.raises(EngineRefused) as refused:
         await world.launch(world.engine(), job)
     assert (refused.value.reason.code, refused.value.reason.subjects) == (ReasonCode.ENGINE_REFUSED, ("n9",))
@@ -247,8 +247,8 @@ async def test_text_of_users_arrives_as_it_was_written(world: World) -> None:
     chunks = [chunk async for chunk in engine.logs(task, stream="stdout", follow=False, tail_bytes=None)]
     assert b"".join(chunks) == b"${HOME} %{x} 100% ${1+1}\n"
     refused = world.job(sh("exit 0"))
-    spec = evolve(refused.spec.tasks[0], env={"WHERE": "${node.unique.id}"})
-    refused = evolve(refused, spec=evolve(refused.spec, tasks=(spec,)))
+    spec = replace(refused.spec.tasks[0], env={"WHERE": "${node.unique.id}"})
+    refused = replace(refused, spec=replace(refused.spec, tasks=(spec,)))
     with pytest.raises(EngineRefused):
         await world.launch(engine, refused)
 
@@ -293,10 +293,10 @@ async def test_logs_of_what_nomad_never_had_are_expired(world: World) -> None:
     await world.launch(engine, job)
     task = await world.until_released(job)
     for never in (
-        evolve(task, job="01jd3x8k99999999", attempt=7, container=""),
-        evolve(task, container="00000000-0000-4000-8000-000000000000"),
+        replace(task, job="01jd3x8k99999999", attempt=7, container=""),
+        replace(task, container="00000000-0000-4000-8000-000000000000"),
     ):
         with pytest.raises(LogsExpired):
             [chunk async for chunk in engine.logs(never, stream="stdout", follow=False, tail_bytes=None)]
-    by_job = engine.logs(evolve(task, container=""), stream="stdout", follow=False, tail_bytes=None)
+    by_job = engine.logs(replace(task, container=""), stream="stdout", follow=False, tail_bytes=None)
     assert [chunk async for chunk in by_job] == []

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.engines import EngineRefused, EngineUnavailable, LogsExpired
 from coordinator.model import JobState, TaskState
@@ -523,7 +524,7 @@ async def test_stop_of_what_the_leader_before_may_have_sent_waits_for_the_time_o
     await world.stop(next_leaders, job)
     await world.until(lambda: world.looks(job) >= 3)
     assert world.task(job) is None
-    world.records.live_jobs[job.id] = evolve(job, stop=None, state=JobState.ALLOCATED)
+    world.records.live_jobs[job.id] = replace(job, stop=None, state=JobState.ALLOCATED)
     await world.launch(before, job)  # it arrives
     world.ask_stop(job)
     task = await world.until_released(job)

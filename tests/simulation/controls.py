@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
 from coordinator.records import LEADER, TASKS, decode, encode, grant_key
@@ -55,7 +55,7 @@ class _Hasty(Client):
         found = self.server.items(grant_key(task.node, task.job, task.attempt))
         if task.state is TaskState.EXITED or not found or not decode(Grant, found[0].value).stopping:
             return write
-        ended = evolve(task, state=TaskState.EXITED, released=True, exit_code=143, ended_at_ms=0)
+        ended = replace(task, state=TaskState.EXITED, released=True, exit_code=143, ended_at_ms=0)
         return Put(write.key, encode(ended), write.lease)
 
 

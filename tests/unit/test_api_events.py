@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.context import Limits
@@ -181,7 +181,7 @@ class TestLogs:
         live = await world.place((await a.post("/v1/jobs", SPEC))["id"])
         assert live.allocation is not None
         task = await world.task(live, TaskState.EXITED, exit_code=1)
-        waiting = evolve(
+        waiting = replace(
             live,
             state=JobState.PENDING,
             allocation=None,

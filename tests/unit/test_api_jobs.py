@@ -7,7 +7,7 @@ import io
 from collections.abc import AsyncIterator
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.context import API, Limits
@@ -486,7 +486,7 @@ class TestViews:
         task = await world.task(
             live, TaskState.EXITED, exit_code=3, ended_at_ms=world.clock() + 1000, released=True
         )
-        done = evolve(
+        done = replace(
             live, state=JobState.FAILED, allocation=None, exit_code=3, ran_ms=1000, started_at_ms=task.started_at_ms,
             ended_at_ms=task.ended_at_ms, past=(PastAttempt(live.allocation, (task,)),),
         )  # fmt: skip

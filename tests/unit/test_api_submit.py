@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from random import Random
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.submit import (
@@ -180,7 +180,7 @@ async def test_a_lost_answer_of_a_job_that_has_moved_on_meanwhile_is_still_a_suc
 
     async def moved(self: FlakyStore, compares: object, writes: object) -> object:
         if not writes:
-            done = evolve(job("j1"), state=JobState.CANCELLED)
+            done = replace(job("j1"), state=JobState.CANCELLED)
             await self.store.txn(
                 (), (Delete(records.queue_key("a", "j1")), Put(records.done_key("j1"), records.encode(done)))
             )
@@ -294,7 +294,7 @@ class TestIdempotency:
         pump = make_pump(clock_ms=clock)
 
         def at_now(id: str) -> Submission:
-            return Submission([evolve(job(id), submitted_at_ms=clock())], self.KEY, "body")
+            return Submission([replace(job(id), submitted_at_ms=clock())], self.KEY, "body")
 
         await pump.submit(at_now("j1"))
         clock.advance(24 * 3600 * 1000 - 1)

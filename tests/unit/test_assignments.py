@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
 from coordinator.records import decode, encode, grant_key, task_key
@@ -16,7 +16,7 @@ from nodeagent.view import WriteTask
 from tests.fakes import FlakyStore
 
 PREPARED = Task("j1", 1, 0, "n1", TaskState.PREPARED)
-NEVER_RAN = evolve(PREPARED, state=TaskState.EXITED, released=True)
+NEVER_RAN = replace(PREPARED, state=TaskState.EXITED, released=True)
 
 
 async def test_an_end_that_was_decided_without_the_record_that_had_landed_is_not_written() -> None:

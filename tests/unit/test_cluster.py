@@ -9,6 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.cluster import Cluster
@@ -101,7 +102,7 @@ def test_odd_keys_close_nothing_and_raise_nothing(key):
 def test_lk7_a_record_older_than_the_newest_is_ignored():
     w = World(node("n1"))
     live = running("j", "n1", [piece("GPU-n1-0")])
-    w.cluster.apply(model.JobSeen(evolve(live, state=JobState.SUCCEEDED, allocation=None), 12), START_MS)
+    w.cluster.apply(model.JobSeen(replace(live, state=JobState.SUCCEEDED, allocation=None), 12), START_MS)
     w.cluster.apply(model.JobSeen(live, 10), START_MS)
     assert free(w) == (80 * GIB, 1000)
 
@@ -115,7 +116,7 @@ def test_a_job_stands_in_one_folder_whatever_watch_is_ahead():
     w.cluster.apply(model.JobSeen(waiting, 5), START_MS)
     w.cluster.apply(model.JobGone("j", "queue"), START_MS)
     assert list(w.snapshot().jobs) == ["j"]
-    w.cluster.apply(model.JobSeen(evolve(waiting, attempt=2), 20), START_MS)
+    w.cluster.apply(model.JobSeen(replace(waiting, attempt=2), 20), START_MS)
     w.cluster.apply(model.JobGone("j", "jobs"), START_MS)
     assert list(w.snapshot().waiting_jobs) == ["j"]
 
@@ -150,13 +151,13 @@ def test_events_about_what_is_not_there_are_harmless():
 
 ODD_JOBS = [
     running("odd", "nowhere", [piece("no such gpu", 1, 1, "none")]),
-    evolve(running("odd", "n1", [piece("GPU-n1-0", 10**9, 5000)]), state=JobState.PENDING),
-    evolve(running("odd", "n1", [piece("GPU-n1-0")]), state=JobState.RUNNING, attempt=7),
-    evolve(running("odd", "n1", []), state=JobState.LOST),
+    replace(running("odd", "n1", [piece("GPU-n1-0", 10**9, 5000)]), state=JobState.PENDING),
+    replace(running("odd", "n1", [piece("GPU-n1-0")]), state=JobState.RUNNING, attempt=7),
+    replace(running("odd", "n1", []), state=JobState.LOST),
     job("odd", priority=10**9, tenant=""),
-    evolve(job("odd"), spec=evolve(job("odd").spec, tasks=())),
-    evolve(job("odd"), state=JobState.CANCELLING),
-    evolve(job("odd"), state=JobState.SUCCEEDED),
+    replace(job("odd"), spec=replace(job("odd").spec, tasks=())),
+    replace(job("odd"), state=JobState.CANCELLING),
+    replace(job("odd"), state=JobState.SUCCEEDED),
 ]
 ODD_EVENTS: list[model.Event] = [
     *(model.JobSeen(one, n) for n, one in enumerate(ODD_JOBS)),
@@ -287,12 +288,12 @@ def test_stored_hours_supply_the_past_and_live_jobs_count_only_after_it():
     until_ms = hour_ms + BUCKET_MS
     cluster = Cluster(settings())
     live = running("r", "n1", [piece("GPU-n1-0")])
-    live = evolve(live, allocation=evolve(live.allocation, allocated_at_ms=hour_ms))
+    live = replace(live, allocation=replace(live.allocation, allocated_at_ms=hour_ms))
     hour = UsageHour("a", hour_ms, until_ms, (123,) + (0,) * 11, (0,) * 12)
     cluster.apply(model.JobSeen(live, 1), until_ms + 500)
     cluster.apply(model.UsageSeen(hour), until_ms + 500)
     assert cluster.snapshot(until_ms + 1000).usage["a"].compute == 123 + 1000 * 1000
-    cluster.apply(model.UsageSeen(evolve(hour, compute_milli_ms=(10**12,) * 12)), until_ms)
+    cluster.apply(model.UsageSeen(replace(hour, compute_milli_ms=(10**12,) * 12)), until_ms)
     assert cluster.snapshot(until_ms + 1000).usage["a"].compute == 123 + 1000 * 1000, (
         "watched hours are ignored"
     )

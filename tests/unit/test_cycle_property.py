@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator.cycle import plan_cycle, why_never
 from coordinator.model import Job
@@ -85,7 +86,7 @@ def test_invariants_hold_over_random_mixes_property(mix, random: Random):
     while waiting or w.cluster.live_jobs:
         w.now += 20
         for one in waiting[:12]:
-            w.submit(evolve(one, submitted_at_ms=w.now_ms, queued_at_ms=w.now_ms))
+            w.submit(replace(one, submitted_at_ms=w.now_ms, queued_at_ms=w.now_ms))
         waiting = waiting[12:]
         ids = w.cycle()
         SEEN["placed"] += len(ids)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from attrs import evolve, frozen
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
@@ -156,7 +157,7 @@ async def test_a_stream_of_ends_does_not_keep_placements_waiting() -> None:
         await world.store.txn([], puts)
         await world.until(lambda: _is(world.count(JOBS), 6))
         lives = [decode(Job, item.value) for item in (await world.store.list(JOBS)).items]
-        ends = [evolve(task(one, state=TaskState.EXITED), exit_code=0) for one in lives]
+        ends = [replace(task(one, state=TaskState.EXITED), exit_code=0) for one in lives]
         placed_at: list[int] = []
 
         async def end_them() -> None:

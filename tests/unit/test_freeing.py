@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.gangs import place
@@ -77,7 +78,9 @@ def fill(w: World, random: Random, turn: int) -> None:
             misses += 1
             continue
         allocation = Allocation(1, draft.placements(spots), w.now_ms - 1000 * random.randrange(60))
-        w.put(evolve(one, state=JobState.ALLOCATED, allocation=allocation, ran_ms=random.choice((0, 30_000))))
+        w.put(
+            replace(one, state=JobState.ALLOCATED, allocation=allocation, ran_ms=random.choice((0, 30_000)))
+        )
 
 
 def shake(w: World, random: Random) -> None:
@@ -87,7 +90,7 @@ def shake(w: World, random: Random) -> None:
         if random.random() < 0.5:
             w.see(model.JobGone(one.id, "jobs"))
         else:
-            w.put(evolve(one, stop=Reason(ReasonCode.CANCELLED_BY_USER)))
+            w.put(replace(one, stop=Reason(ReasonCode.CANCELLED_BY_USER)))
             SEEN["stopping"] += 1
     name = random.choice(sorted(w.cluster.snapshot(w.now_ms).nodes))
     labels = {"rack": random.choice(("r1", "r2"))} if random.random() < 0.3 else {}

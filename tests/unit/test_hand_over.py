@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from attrs import define, evolve, field
+from attrs import define, field
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
@@ -120,9 +121,9 @@ async def test_an_attempt_is_launched_once_and_stopped_once() -> None:
         await w.start(job)
         assert w.engine.told == [("launch", "j1", 1)]
         await w.write(Put(task_key("n1", "j1", 1, 0), encode(task(job))))
-        stopping = evolve(job, stop=Reason(ReasonCode.CANCELLED_BY_USER))
+        stopping = replace(job, stop=Reason(ReasonCode.CANCELLED_BY_USER))
         await w.write(Put(job_key("j1"), encode(stopping)))
-        await w.write(Put(job_key("j1"), encode(evolve(stopping, failures=1))))
+        await w.write(Put(job_key("j1"), encode(replace(stopping, failures=1))))
         assert w.engine.told == [("launch", "j1", 1), ("stop", "j1", 1)]
 
 
@@ -132,7 +133,7 @@ async def test_the_next_attempt_of_a_job_is_launched_too() -> None:
         await w.write(Delete(job_key("j1")), Delete(grant_key("n1", "j1", 1)))
         again = live(attempt=2)
         assert again.allocation is not None
-        await w.start(evolve(again, allocation=evolve(again.allocation, attempt=2)))
+        await w.start(replace(again, allocation=replace(again.allocation, attempt=2)))
         assert w.engine.told == [("launch", "j1", 1), ("launch", "j1", 2)]
 
 
@@ -149,7 +150,7 @@ async def test_lk4_a_stop_that_came_before_the_launch_replaces_it() -> None:
     async with world() as w:
         job = live(isolation="mps")
         await w.start(job)
-        stopping = evolve(job, stop=Reason(ReasonCode.CANCELLED_BY_USER))
+        stopping = replace(job, stop=Reason(ReasonCode.CANCELLED_BY_USER))
         await w.write(Put(job_key("j1"), encode(stopping)))
         await w.write(Put(task_key("n1", "j1", 1, 0), encode(task(job, state=TaskState.PREPARED))))
         assert w.engine.told == [("stop", "j1", 1)]
@@ -164,7 +165,7 @@ async def test_an_engine_that_cannot_be_reached_is_asked_again_for_launch_and_st
         await asyncio.sleep(2 * SETTINGS.back_off_seconds + 1)
         assert w.engine.told == [("launch", "j1", 1)]
         w.engine.fails = [EngineUnavailable("away")]
-        await w.write(Put(job_key("j1"), encode(evolve(job, stop=Reason(ReasonCode.EVICTED)))))
+        await w.write(Put(job_key("j1"), encode(replace(job, stop=Reason(ReasonCode.EVICTED)))))
         await asyncio.sleep(SETTINGS.back_off_seconds + 1)
         assert w.engine.told == [("launch", "j1", 1), ("stop", "j1", 1)]
 

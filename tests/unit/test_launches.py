@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
@@ -111,7 +111,7 @@ def test_an_end_is_written_though_the_store_was_away() -> None:
 def test_what_was_seen_earlier_cannot_land_on_what_was_seen_later() -> None:
     async def test(store: FlakyStore, launches: Launches) -> None:
         store.only, store.late_requests = "/serai/tasks/", 1
-        running = evolve(ENDED, state=TaskState.RUNNING, exit_code=None, released=False)
+        running = replace(ENDED, state=TaskState.RUNNING, exit_code=None, released=False)
         telling = asyncio.create_task(launches.observed(running))
         await asyncio.sleep(0.5)  # the request is under way, and its answer was given up
         await launches.observed(ENDED)
@@ -124,7 +124,7 @@ def test_what_was_seen_earlier_cannot_land_on_what_was_seen_later() -> None:
 
 def test_nobody_waits_for_a_task_that_is_not_granted_any_more() -> None:
     async def test(store: FlakyStore, launches: Launches) -> None:
-        await launches.observed(evolve(ENDED, attempt=2))
+        await launches.observed(replace(ENDED, attempt=2))
         assert await _stored(store) is None
 
     on_virtual_time(test)
@@ -140,9 +140,9 @@ LOST = Happening(JobState.LOST, 0, 1, Reason(ReasonCode.NODE_LOST, subjects=("n1
 @pytest.mark.parametrize(
     ("after", "heard"),
     [
-        (evolve(JOB, state=JobState.FAILED, history=(LOST,)), [("j1", 1, "a")]),
-        (evolve(JOB, state=JobState.PENDING, attempt=2, allocation=None, history=(LOST,)), [("j1", 1, "a")]),
-        (evolve(JOB, state=JobState.SUCCEEDED), []),
+        (replace(JOB, state=JobState.FAILED, history=(LOST,)), [("j1", 1, "a")]),
+        (replace(JOB, state=JobState.PENDING, attempt=2, allocation=None, history=(LOST,)), [("j1", 1, "a")]),
+        (replace(JOB, state=JobState.SUCCEEDED), []),
     ],
 )
 def test_what_was_given_up_with_its_node_is_withdrawn_from_the_engine(
@@ -171,10 +171,10 @@ def test_a_stop_that_the_engine_has_not_heard_is_repeated_after_the_end() -> Non
     async def test(store: FlakyStore, launches: Launches) -> None:
         running = asyncio.create_task(launches.run())
         await store.txn(
-            [], [Put(job_key("j1"), encode(evolve(JOB, stop=Reason(ReasonCode.CANCELLED_BY_USER))))]
+            [], [Put(job_key("j1"), encode(replace(JOB, stop=Reason(ReasonCode.CANCELLED_BY_USER))))]
         )
         await asyncio.sleep(0.5)
-        await store.txn([], _ended(evolve(JOB, state=JobState.CANCELLED)))
+        await store.txn([], _ended(replace(JOB, state=JobState.CANCELLED)))
         await asyncio.sleep(300)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attrs import evolve, fields_dict
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.lifecycle import (
@@ -103,7 +103,7 @@ def test_shown_state(states, shown):
     one = gang()
     tasks = [task(one, n, state) for n, state in enumerate(states) if state is not None]
     assert shown_state(one, tasks) is shown
-    assert shown_state(evolve(one, attempt=2), tasks) is S.ALLOCATED, "tasks of another attempt say nothing"
+    assert shown_state(replace(one, attempt=2), tasks) is S.ALLOCATED, "tasks of another attempt say nothing"
 
 
 def test_written_states_are_shown_as_they_are():
@@ -186,7 +186,7 @@ def test_ex2_exit_code_0_counts_only_before_the_stop(ended_after_seconds, state)
 
 
 def test_a_failure_with_a_retry_left_waits_again_as_the_next_attempt():
-    w = world(evolve(running("j", "n1", [piece("GPU-n1-0")], retries=2), started_at_ms=None))
+    w = world(replace(running("j", "n1", [piece("GPU-n1-0")], retries=2), started_at_ms=None))
     w.now = 40
     after = ends(w, w.live("j"), {"exit_code": 1, "started_at_ms": START_MS + 10_000})
     assert (after.state, after.attempt, after.failures, after.allocation) == (S.PENDING, 2, 1, None)
@@ -267,7 +267,7 @@ def test_ct3_what_has_ended_does_not_run_into_its_limit_while_its_gpu_is_cleaned
     w.see(model.TaskSeen(ended))
     w.now = 90
     assert w.settle() == ()
-    w.see(model.TaskSeen(evolve(ended, released=True)))
+    w.see(model.TaskSeen(replace(ended, released=True)))
     [end] = w.settle()
     assert (end.after.state, end.after.exit_code) == (S.FAILED, 3)
     assert end.after.reason is not None
@@ -439,7 +439,7 @@ def test_settling_is_idempotent_and_in_the_order_of_ids():
 
 
 def test_an_eviction_waits_again_without_using_a_retry():
-    one = evolve(running("j", "n1", [piece("GPU-n1-0")]), state=S.EVICTING)
+    one = replace(running("j", "n1", [piece("GPU-n1-0")]), state=S.EVICTING)
     w = world(one)
     [stop] = w.settle()
     assert stop.after.stop == Reason(ReasonCode.EVICTED)
@@ -458,7 +458,7 @@ def test_ended_attempts_are_remembered_and_only_the_newest():
 
 
 def test_a_record_that_moves_keeps_every_field_that_is_not_about_the_move():
-    fields = {name: f"<{name}>" for name in fields_dict(Job)}
+    fields = {name: f"<{name}>" for name in Job.__struct_fields__}
     before = Job(**{**fields, "state": JobState.PENDING, "attempt": 7, "history": ("earlier",)})
     [placed] = [TaskPlacement(0, "n1", (), 1, 1)]
     after = allocated(before, Allocation(7, (placed,), START_MS, placed=Reason(ReasonCode.PLACED)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.lines import WaitingLines
 from coordinator.snapshot import LineKey, shape_of
@@ -119,8 +119,8 @@ def test_equal_specs_get_one_key_and_others_another() -> None:
     assert lines.key_of(base) is lines.key_of(again)
     assert lines.key_of(base) == LineKey(0, shape_of(base))
     others = [
-        evolve(base, priority=1),
-        evolve(base, constraints={}),
+        replace(base, priority=1),
+        replace(base, constraints={}),
         spec(gpus=1),
         spec(gpus=2, cpu=1),
         spec(gpus=2, node_memory=2),

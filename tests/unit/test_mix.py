@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.cluster import Cluster
@@ -37,7 +37,7 @@ def test_a_new_leader_knows_what_was_submitted_before():
     for is_first in (True, False):
         cluster = Cluster(settings())
         record = model.MixSeen(Mix(START_MS, (line(HALF, 70), line(WHOLE, 30))))
-        old, new = job("old"), evolve(job("new"), submitted_at_ms=START_MS + 1)
+        old, new = job("old"), replace(job("new"), submitted_at_ms=START_MS + 1)
         events = [record, model.JobSeen(old, 1), model.JobSeen(new, 2)]
         for event in events if is_first else reversed(events):
             cluster.apply(event, START_MS + 5)
@@ -95,14 +95,14 @@ def test_kinds_without_end_are_not_kept():
 def test_an_odd_line_is_passed_over():
     """DA-7: a record that a person wrote; nothing of it may end up in the prices."""
     odd = (
-        evolve(line(HALF, 5), tasks=-5),
-        evolve(line(HALF, 5), compute_milli=0),
-        evolve(line(HALF, 5), compute_milli=1001),
-        evolve(line(HALF, 5), memory_mib=-1),
-        evolve(line(HALF, 5), gpus=-1),
-        evolve(line(HALF, 5), cpu_milli=-1),
+        replace(line(HALF, 5), tasks=-5),
+        replace(line(HALF, 5), compute_milli=0),
+        replace(line(HALF, 5), compute_milli=1001),
+        replace(line(HALF, 5), memory_mib=-1),
+        replace(line(HALF, 5), gpus=-1),
+        replace(line(HALF, 5), cpu_milli=-1),
     )
     mix = JobMix()
-    mix.past(Mix(START_MS, (*odd, line(HALF, 5), evolve(line(WHOLE, 1), tasks=10**18))))
+    mix.past(Mix(START_MS, (*odd, line(HALF, 5), replace(line(WHOLE, 1), tasks=10**18))))
     assert mix.counts.keys() == {HALF, WHOLE}
     assert mix.counts.total() <= MOST_TASKS

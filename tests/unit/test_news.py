@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.cluster import Cluster
@@ -42,7 +43,7 @@ def test_news_is_what_a_cycle_may_decide_otherwise_for() -> None:
     placed = running("j1", "n1", [piece(uuid)])
     assert placed.allocation is not None
     live = allocated(waiting, placed.allocation)
-    ended = evolve(live, state=JobState.SUCCEEDED, allocation=None)
+    ended = replace(live, state=JobState.SUCCEEDED, allocation=None)
     steps: list[tuple[str, model.Event, bool]] = [
         ("inventory", model.InventorySeen(node("n1", gpus=1)), True),
         ("first report", model.ReportSeen(report("n1", START_MS)), True),
@@ -53,13 +54,13 @@ def test_news_is_what_a_cycle_may_decide_otherwise_for() -> None:
         ("well again", model.ReportSeen(report("n1", START_MS + 5)), True),
         ("tenant", model.TenantSeen(Tenant("a", 1)), True),
         ("submit", model.JobSeen(waiting, 1), True),
-        ("reason written", model.JobSeen(evolve(waiting, failures=1), 2), True),
+        ("reason written", model.JobSeen(replace(waiting, failures=1), 2), True),
         ("placed", model.JobSeen(live, 3), False),
         ("gone from the queue with it", model.JobGone("j1", "queue"), False),
         ("its grant", model.GrantSeen("n1", "j1", 1, False), False),
         ("starting", model.TaskSeen(task(live, state=TaskState.STARTING)), False),
         ("running", model.TaskSeen(task(live)), False),
-        ("cancel asked for", model.JobSeen(evolve(live, state=JobState.CANCELLING), 4), True),
+        ("cancel asked for", model.JobSeen(replace(live, state=JobState.CANCELLING), 4), True),
         ("task ended", model.TaskSeen(task(live, state=TaskState.EXITED)), True),
         ("end written", model.JobSeen(ended, 5), True),
         ("record gone", model.JobGone("j1", "jobs"), False),

@@ -6,6 +6,7 @@ import pytest
 from attrs import evolve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
 from jobspecs.container import ContainerSettings, Grant
@@ -65,7 +66,7 @@ def observed(state: Observed = Observed.RUNNING, key: TaskKey = KEY, **changes: 
 
 
 def record(state: TaskState, **changes: object) -> Task:
-    return evolve(Task(KEY.job, KEY.attempt, 0, "n1", state, container=KEY.name), **changes)
+    return replace(Task(KEY.job, KEY.attempt, 0, "n1", state, container=KEY.name), **changes)
 
 
 RELEASED = record(TaskState.EXITED, exit_code=0, released=True)
@@ -157,7 +158,7 @@ def test_an_ended_task_whose_container_was_removed_keeps_its_end() -> None:
     ended = record(TaskState.EXITED, exit_code=3, released=False)
     still_on = view(records={KEY: ended}, on_gpu={KEY: (7,)})
     assert reconcile(still_on) == ()
-    assert written(reconcile(evolve(still_on, on_gpu={}))) == evolve(ended, released=True)
+    assert written(reconcile(evolve(still_on, on_gpu={}))) == replace(ended, released=True)
 
 
 @pytest.mark.parametrize(

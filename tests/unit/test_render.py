@@ -3,7 +3,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.model import Allocation, Job, JobState, TaskPlacement
 from coordinator.records import encode
@@ -165,8 +165,8 @@ def test_environment_of_a_container():
 def test_a_spec_that_was_stored_with_reserved_names_still_cannot_see_other_gpus():
     """EX-9: the second line of defence, for records that another version wrote."""
     spec = spec_of()
-    task = evolve(spec.tasks[0], env={"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "0,1"})
-    (container,) = containers_for(JOB, 1, evolve(spec, tasks=(task,)), [(0, (), "n1")], NODES, "serai")
+    task = replace(spec.tasks[0], env={"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "0,1"})
+    (container,) = containers_for(JOB, 1, replace(spec, tasks=(task,)), [(0, (), "n1")], NODES, "serai")
     assert (container.env["NVIDIA_VISIBLE_DEVICES"], container.env["CUDA_VISIBLE_DEVICES"]) == ("void", "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import lifecycle, model
 from coordinator.cycle import Plan, plan_cycle
@@ -245,7 +245,7 @@ def test_a_job_that_was_asked_to_stop_frees_soonest():
     w = halves("n1", "n2")
     full(w, "n1", 8, HOUR)
     full(w, "n2", 8, None)
-    stopping = evolve(w.live("r-n2-0"), state=JobState.CANCELLING, stop=Reason(R.CANCELLED_BY_USER))
+    stopping = replace(w.live("r-n2-0"), state=JobState.CANCELLING, stop=Reason(R.CANCELLED_BY_USER))
     w.put(stopping)
     w.submit(job("big", gpus=8))
     plan = w.plan()
@@ -258,7 +258,7 @@ def test_who_withdraws_a_job_with_a_reservation_gets_none_for_a_day():
     w.submit(job("fake", gpus=8), job("other", 1, tenant="b", gpus=2))
     plan = w.plan()
     assert plan.held_for == "fake"
-    w.put(evolve(w.cluster.waiting_jobs["fake"], reason=plan.waiting["fake"]))  # as the leader writes it
+    w.put(replace(w.cluster.waiting_jobs["fake"], reason=plan.waiting["fake"]))  # as the leader writes it
     w.put(lifecycle.cancelled(w.cluster.waiting_jobs["fake"], w.now_ms))
     assert w.snapshot().withdrawn == {"a": START_MS}
     w.submit(job("fake2", 2, gpus=8))

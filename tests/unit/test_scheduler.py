@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
@@ -197,7 +198,7 @@ async def test_what_has_ended_goes_and_its_place_is_given_in_the_following_turn(
         assert await _live(store) == ["j1"]
         item = await store.get(JOBS + "j1")
         assert item is not None
-        stopping = evolve(decode(Job, item.value), state=JobState.CANCELLING)
+        stopping = replace(decode(Job, item.value), state=JobState.CANCELLING)
         written = await store.txn([], [Put(JOBS + "j1", encode(stopping))])
         await term.replica.wait_for(written.revision)
         while await term.scheduler.turn():
@@ -273,7 +274,7 @@ def _task(slices: Sequence[str], number: int = 0, node: str = "n1") -> TaskPlace
         ((_task(["GPU-n1-0", "GPU-n1-0"]),), "asks for 1 GPUs"),
         ((_task(["GPU-n1-0"], number=1),), "placed are [1]"),
         ((_task(["GPU-n1-0"], node=""),), "the node is not known"),
-        ((evolve(_task([]), slices=(piece("GPU-n1-0", memory=0),)),), "a slice of it is empty"),
+        ((replace(_task([]), slices=(piece("GPU-n1-0", memory=0),)),), "a slice of it is empty"),
     ],
 )
 async def test_an_allocation_that_is_not_whole_is_not_committed(
@@ -376,7 +377,7 @@ async def test_what_was_kept_from_earlier_cycles_may_be_at_fault() -> None:
 async def test_where_planning_fails_with_nobody_waiting_what_ends_is_settled_all_the_same() -> None:
     """Nobody is set aside for it, and it is tried again a few seconds later and not at once."""
     calls = 0
-    stopping = evolve(running("j1", "n1", [piece("GPU-n1-0")]), state=JobState.CANCELLING)
+    stopping = replace(running("j1", "n1", [piece("GPU-n1-0")]), state=JobState.CANCELLING)
 
     def planner(snapshot: Snapshot, policy: Policy, memo: Index) -> Plan:
         nonlocal calls
@@ -406,7 +407,7 @@ async def test_a_live_job_that_cannot_be_settled_keeps_nobody_else_from_its_end(
         return settle_job(one, snapshot)
 
     held = [running(f"j{n}", f"n{n}", [piece(f"GPU-n{n}-0")]) for n in (1, 2)]
-    stopping = [evolve(one, state=JobState.CANCELLING) for one in held]
+    stopping = [replace(one, state=JobState.CANCELLING) for one in held]
     async with _cluster(nodes=2) as store:
         await store.txn([], [Put(JOBS + one.id, encode(one)) for one in stopping])
         term = await _elect(store, "c1.1", {"settle_one": settle_one})

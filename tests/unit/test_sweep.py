@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from attrs import define, evolve
+from msgspec.structs import replace
 
 from coordinator.cluster import Cluster
 from coordinator.commit import Committer
@@ -98,7 +99,7 @@ def ended(ids: Sequence[str], at_ms: int | None = None) -> list[Put]:
 
 
 def _ended(id: str, at_ms: int) -> Job:
-    return evolve(job(id), state=JobState.SUCCEEDED, ended_at_ms=at_ms)
+    return replace(job(id), state=JobState.SUCCEEDED, ended_at_ms=at_ms)
 
 
 async def test_ended_jobs_beyond_the_number_that_is_kept_go_oldest_first() -> None:

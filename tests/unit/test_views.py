@@ -6,6 +6,7 @@ from collections import Counter
 from random import Random
 
 from attrs import asdict, evolve
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.cluster import Cluster
@@ -89,7 +90,7 @@ class Changes:
             return model.JobGone(self.live.pop(random.choice(sorted(self.live))).id, "jobs")
         if what == 7 and self.live:
             id = random.choice(sorted(self.live))
-            self.live[id] = evolve(self.live[id], state=model.JobState.EVICTING)
+            self.live[id] = replace(self.live[id], state=model.JobState.EVICTING)
             return model.JobSeen(self.live[id], revision)
         if what == 8:
             twin = gpu("n0", 1) if random.random() < 0.5 else gpu(name, 1)

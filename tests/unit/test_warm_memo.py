@@ -6,9 +6,9 @@ from collections import Counter
 from random import Random
 
 import pytest
-from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator import lifecycle
 from coordinator.config import Settings
@@ -48,7 +48,7 @@ def test_cold_warm_and_no_memo_give_one_plan_property(mix, policy, with_prices, 
     for turn in range(5):
         w.now += 20
         for one in waiting[:8]:
-            w.submit(evolve(one, submitted_at_ms=w.now_ms, queued_at_ms=w.now_ms))
+            w.submit(replace(one, submitted_at_ms=w.now_ms, queued_at_ms=w.now_ms))
         waiting = waiting[8:]
         if with_prices and turn == 1:
             mixed_prices(w)
