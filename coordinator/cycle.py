@@ -168,17 +168,16 @@ class _Cycle:
 
     def _serve(self, line: Line, job: Job, draft: Draft | None) -> bool:
         """Places the job whole or not at all, and charges its tenant at once."""
-        tenant = job.tenant
-        headroom = self.standings.headroom(tenant)
-        if not headroom.allows(line.use) or self._starves_its_own(line, job):
+        tenant, standings = job.tenant, self.standings
+        headroom = standings.headroom(tenant)
+        if not headroom.allows(line.use) or (self.starving and self._starves_its_own(line, job)):
             return False
-        spots = self.room.spots_of(job, line.shape, headroom, draft)
-        if spots is None:
+        started = self.room.start(job, line, headroom, draft)
+        if started is None:
             return False
-        self.placements.append(self._placement(job, spots))
-        self.room.take(job, spots)
-        self.standings.charge(tenant, self.room.draft.charge(spots))
-        self.turns[tenant] = self.standings.turn(tenant)
+        self.placements.append(self._placement(job, *started))
+        standings.charge(tenant, Draft.charge(started[0]))
+        self.turns[tenant] = standings.turn(tenant)
         self._queue(tenant).take(job)
         return True
 
@@ -288,30 +287,32 @@ class _Cycle:
                 yield line, job
             seen.add(line.shape)
 
-    def _placement(self, job: Job, spots: Sequence[Spot]) -> Placement:
+    def _placement(self, job: Job, spots: Sequence[Spot], idle_gpus: int) -> Placement:
+        draft = self.room.draft
         allocation = Allocation(
-            attempt=job.attempt,
-            tasks=self.room.draft.placements(spots),
-            allocated_at_ms=self.snapshot.now_ms,
-            chosen=self.standings.chosen(job.tenant),
-            placed=_placed(spots, self.room.draft),
+            job.attempt,
+            draft.placements(spots),
+            self.snapshot.now_ms,
+            self.standings.chosen(job.tenant),
+            _placed(spots, idle_gpus, draft),
         )
         return Placement(job, allocation)
 
 
-def _placed(spots: Sequence[Spot], draft: Draft) -> Reason:
+def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:
     """Why there: what the set costs, and how full the nodes were."""
     if len(spots) == 1:  # most jobs: a set of one node costs what its GPUs cost each other
-        node, found = spots[0].node, spots[0].found
-        nodes, gpus, cost = [node], len(found.gpus), found.cost
+        (_, node, _, found), *_ = spots
+        gpus, cost = len(found.gpus), found.cost
+        nodes: tuple[str, ...] = (node,)
     else:
-        nodes = sorted({spot.node for spot in spots})
+        nodes = tuple(sorted({spot.node for spot in spots}))
         gpus = sum(len(spot.found.gpus) for spot in spots)
         cost = gangs.communication_cost(draft, spots)
     numbers = {
         "gpus": gpus,
         "nodes": len(nodes),
         "communication_cost": cost,
-        "idle_gpus_before": sum([draft.idle_gpus(node) for node in nodes]),
+        "idle_gpus_before": idle_gpus,
     }
-    return Reason(ReasonCode.PLACED, numbers, tuple(nodes))
+    return Reason(ReasonCode.PLACED, numbers, nodes)

@@ -29,6 +29,7 @@ from coordinator.fit import Fit, after
 from coordinator.freeing_kernels import UNKNOWN_MS
 from coordinator.gangs import NO_LIMIT, place
 from coordinator.lifecycle import REFUSED_SECONDS
+from coordinator.lineup import Line
 from coordinator.model import Job, TaskPlacement
 from coordinator.nodes import OTHER_THAN, Piece, Row
 from coordinator.placement import Draft, Spot
@@ -153,15 +154,44 @@ class Room:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""
         return shape in self._refused[self.draft] or (draft is not None and shape in self._refused[draft])
 
-    def take(self, job: Job, spots: Sequence[Spot]) -> None:
-        """From now on the job is there."""
-        reservation = self.reservation
-        self.draft.take(spots)
+    def start(
+        self, job: Job, line: Line, headroom: Headroom, draft: Draft | None
+    ) -> tuple[tuple[Spot, ...], int] | None:
+        """Puts a job of this line where there is room for all of it, from now on; and how many whole GPUs its nodes had.
+        None where there is no room."""
+        if draft is None:
+            return None
+        shape = line.shape
+        if shape.only_task is not None and not job.refused_by and headroom.allows(line.most):
+            if self.is_refused(shape, draft):
+                return None
+            found = draft.take_best(shape)
+            if found is None:
+                self._refused[draft].add(shape)
+                return None
+            spot, idle = found
+            if draft is not self.draft:
+                idle = self.draft.idle_gpus(spot.node)
+            self._note(job, (spot,), draft)
+            return (spot,), idle
+        spots = self.spots_of(job, shape, headroom, draft)
+        if spots is None:
+            return None
+        idle = sum(self.draft.idle_gpus(node) for node in {spot.node for spot in spots})
+        draft.take(spots)
+        self._note(job, spots, draft)
+        return spots, idle
+
+    def _note(self, job: Job, spots: Sequence[Spot], taken: Draft) -> None:
+        """From now on the job is there, in the other drafts than `taken` too."""
         for spot in spots:
             self._taken.setdefault(spot.node, []).append((job, spot))
+        if taken is not self.draft:
+            self.draft.take(spots)
+        reservation = self.reservation
         if reservation is None or self._rest is None:
             return
-        if self._elsewhere is not None:
+        if self._elsewhere is not None and taken is not self._elsewhere:
             self._elsewhere.take([spot for spot in spots if spot.node not in self._elsewhere.held])
         is_back = reservation.due_ms is not None and ends_by(job, self._now_ms, reservation.due_ms)
         touched = [spot for spot in spots if spot.node in self._later]
@@ -171,7 +201,7 @@ class Room:
         if touched and (is_back or self.stops_borrowing):
             self._rest.put({spot.node: self.draft.row(spot.node) for spot in spots})
             self._look_again()  # it may stand on what is reserved
-        else:
+        elif taken is not self._rest:
             self._rest.take(spots)
 
     def reserve(self, shape: Shape, job: Job) -> bool:

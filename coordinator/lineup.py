@@ -59,6 +59,11 @@ class Cards:
             known = self._needs[shape] = Needs(memory, shape.compute_milli, shape.cpu_milli)
         return known
 
+    def most(self, shape: Shape) -> Use:
+        """What a job of this shape may hold at most: all of the largest cards, as with a MIG instance."""
+        largest_mib = max((gpu.memory_mib for gpu in self.kinds), default=0)
+        return Use(1000 * shape.gpu_count, largest_mib * shape.gpu_count)
+
     def _memory_mib(self, task: TaskShape) -> int:
         if task.gpus.memory_mib is not None:
             return task.gpus.memory_mib
@@ -71,12 +76,13 @@ class Cards:
 @define(eq=False)
 class Line:
     """`place` is where it stands in sets of lines, `bit` the set of it alone, `peers` that of all lines that are equal but
-    for their shape: among those the older job goes first."""
+    for their shape: among those the older job goes first. A job holds at least `use` and nowhere more than `most`."""
 
     priority: int
     shape: Shape
     needs: Needs
     use: Use
+    most: Use
     place: int
     bit: int
     peers: int
@@ -95,8 +101,9 @@ class Order:
         self._places: list[int] = []
         self._last_shapes: tuple[int, Mapping[int, Shape]] = 0, {}
 
-    def add(self, key: LineKey, needs: Needs) -> bool:
+    def add(self, key: LineKey, cards: Cards) -> bool:
         """False where there is no place for it."""
+        needs = cards.needs(key.shape)
         rank = (-key.priority, needs.size)
         first, last = bisect_left(self._ranks, rank), bisect_right(self._ranks, rank)
         # Between which two of its peers does not matter: where most is left.
@@ -105,7 +112,9 @@ class Order:
         place = below + (self._gap(spot) + 1) // 2
         if self._gap(spot) < 2:
             return False
-        line = Line(key.priority, key.shape, needs, needs.use, place, 1 << place, 1 << place)
+        line = Line(
+            key.priority, key.shape, needs, needs.use, cards.most(key.shape), place, 1 << place, 1 << place
+        )
         for at in self._places[first:last]:
             peer = self.at[at]
             peer.peers |= line.bit
@@ -184,7 +193,7 @@ class Lineups:
             if front.lines is not lines:
                 keys = changed[tenant] = _changed(lines, front.lines)
                 for key in keys:
-                    if key not in order.lines and key in lines and not order.add(key, cards.needs(key.shape)):
+                    if key not in order.lines and key in lines and not order.add(key, cards):
                         return None
         fronts = {
             tenant: _front(known.get(tenant, _NOBODY), lines, changed[tenant], order)
@@ -201,7 +210,7 @@ class Lineups:
         keys = waited_in | known if len(known) < _FEW_LINES + 4 * len(waited_in) else waited_in
         # Of equal rank in any order: no decision depends on it.
         for key in sorted(keys, key=lambda key: (-key.priority, cards.needs(key.shape).size)):
-            order.add(key, cards.needs(key.shape))
+            order.add(key, cards)
         fronts = {tenant: _front(_NOBODY, lines, lines, order) for tenant, lines in snapshot.lines.items()}
         return Lineup(order, fronts)
 

@@ -18,7 +18,7 @@ from coordinator.fit import Fit, Score, after, cut_slice, fit, matches_model, re
 from coordinator.model import TaskPlacement
 from coordinator.nodes import Constraints, NodeView, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
-from coordinator.usage import Headroom, Use
+from coordinator.usage import NO_LIMIT, Headroom, Use
 from coordinator.worth import Worth
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.topology import Location
@@ -58,6 +58,7 @@ class Draft:
         self._rows: dict[str, Row] = dict(rows or {})
         self._fits: dict[TaskShape, dict[Row, Fit | ReasonCode]] = {}
         self._searches: dict[tuple[TaskShape, Constraints], Search | IndexedSearch] = {}
+        self._search_of: dict[Shape, Search | IndexedSearch] = {}  # of one task
         self._idle_in: Counter[Location] = Counter()
         self._index = index
         if index is not None:
@@ -100,6 +101,7 @@ class Draft:
         self.worth = worth
         self._fits.clear()
         self._searches.clear()
+        self._search_of.clear()
         if self._index is not None:
             self._index.price(worth)
 
@@ -135,6 +137,16 @@ class Draft:
                 search = IndexedSearch(self, self._index, task, constraints)
             self._searches[key] = search
         return search
+
+    def take_best(self, shape: Shape) -> tuple[Spot, int] | None:
+        """The best node for the one task of a job whose tenant may hold whatever it costs, taken at once; and how many
+        whole GPUs it had. None where no node has room."""
+        search = self._search_of.get(shape)
+        if search is None:
+            task = shape.only_task
+            assert task is not None
+            search = self._search_of[shape] = self.search(task, shape.constraints)
+        return search.take_best()
 
     def fitting(self, shapes: Mapping[int, Shape]) -> list[bool]:
         """For each shape whether all kinds of its tasks fit somewhere; a gang may still not fit as a whole."""
@@ -177,13 +189,14 @@ class Draft:
         return tuple([self._placement(spot) for spot in spots])
 
     def _placement(self, spot: Spot) -> TaskPlacement:
-        task, found, inventory = spot.task, spot.found, self.views[spot.node].inventory
+        number, node, task, found = spot
+        inventory = self.views[node].inventory
         cards = inventory.gpus if inventory else ()
         slices = [
             cut_slice(task.gpus, cards[gpu], name)
             for gpu, name in zip(found.gpus, found.isolations, strict=True)
         ]
-        return TaskPlacement(spot.number, spot.node, tuple(slices), task.cpu_milli, task.memory_mib)
+        return TaskPlacement(number, node, tuple(slices), task.cpu_milli, task.memory_mib)
 
     @staticmethod
     def charge(spots: Sequence[Spot]) -> Use:
@@ -238,6 +251,15 @@ class Search:
                 if headroom.allows(self._draft.charge([spot])):
                     return spot
         return None
+
+    def take_best(self) -> tuple[Spot, int] | None:
+        """The best node for whoever may hold whatever it costs, taken at once; and how many whole GPUs it had."""
+        spot = self.best(NO_LIMIT)
+        if spot is None:
+            return None
+        idle = self._draft.idle_gpus(spot.node)
+        self._draft.take([spot])
+        return spot, idle
 
     @property
     def fits_somewhere(self) -> bool:
@@ -322,7 +344,7 @@ class IndexedSearch:
         return None
 
     def take_best(self) -> tuple[Spot, int] | None:
-        """The best node for whoever may hold whatever it costs, taken at once; and how many whole GPUs it had."""
+        """As `Search.take_best`."""
         answer = self._index.place(self._asked, self._fallback, taking=True)
         if answer is None:
             return None
