@@ -24,12 +24,14 @@ GPUS = 8
 CPU, MEMORY, STATE, BUILD, COUNT, PLACE, MODEL, ODD_IDLE, PIECES = 0, 1, 2, 3, 4, 5, 6, 7, 8
 WIDTH = PIECES + 3 * GPUS
 HELD = 8  # flag in STATE; below it the state itself, 0 for well
-# columns of a build: memory of each GPU, costs of pairs, cost of each set, what is near each set
+# columns of a build: memory of each GPU, costs of pairs, cost of each set, what is near each set; and of each number of
+# GPUs that was wanted of a set, what `_least_cost` found
 PAIRS = GPUS
 SETS = PAIRS + GPUS * GPUS
 NEAR = SETS + 256
 FLAT = NEAR + 256
-BUILD_WIDTH = FLAT + 1
+BEST = FLAT + 1
+BUILD_WIDTH = BEST + (GPUS + 1) * 256
 # columns of a shape
 S_COUNT, S_CPU, S_MEMORY, S_GPU_MEMORY, S_MILLI, S_WHOLE, S_LABELS, S_WIDTH = 0, 1, 2, 3, 4, 5, 6, 7
 # reasons by their place in coordinator.index.REASONS: states come first
@@ -94,9 +96,18 @@ def _is_idle(row, build, n):
     return row[PIECES + 2 * GPUS + n] == 0 and row[PIECES + n] == build[n] and row[PIECES + GPUS + n] == 1000
 
 
-@_compiled
+@_inlined
 def _least_cost(build, mask, want):
-    """(set, cost, domain size): least cost, then smallest domain, then lowest places."""
+    """(set, cost, domain size): least cost, then smallest domain, then lowest places. Looked for once."""
+    known = build[BEST + want * 256 + mask]
+    if known == 0:
+        known = _look_for_set(build, mask, want)
+        build[BEST + want * 256 + mask] = known
+    return known & 255, known >> 16, known >> 8 & 255
+
+
+@_compiled
+def _look_for_set(build, mask, want):
     best, best_cost, best_size = 0, NOTHING, NOTHING
     chosen = mask
     while chosen > 0:  # all subsets of the mask, the largest number first
@@ -115,7 +126,7 @@ def _least_cost(build, mask, want):
         if cost < best_cost or size < best_size or (size == best_size and _is_lower(chosen, best)):
             best, best_cost, best_size = chosen, cost, size
         chosen = (chosen - 1) & mask
-    return best, best_cost, best_size
+    return np.int64(best_cost << 16 | best_size << 8 | best)
 
 
 @_inlined
@@ -353,7 +364,7 @@ def catch_up(
     scratch = sums[len(rows), SUM_BOUNDS:]
     shape = shapes[s]
     left = 0
-    dirty = False
+    dirty = -1
     is_all = first < 0 or last - first > len(log)
     count = len(rows) if is_all else last - first
     for i in range(count):
@@ -371,10 +382,8 @@ def catch_up(
             row, shape, builds[b], compat[s, b], labels[shape[S_LABELS], node],
             prices, cpu_prices, values, whole, step_mib, sums[node], scratch,
         )  # fmt: skip
-        if _put(keys, counts, minima, block_of, s, node, answer):
-            dirty = True
-    if dirty:
-        _mend(keys, minima, block_starts, s)
+        dirty = _put(keys, counts, minima, block_of, s, node, answer, dirty)
+    _mend(keys, minima, block_starts, s, dirty)
     return left
 
 
@@ -400,16 +409,16 @@ def fit_somewhere(
 @_compiled
 def put(keys, counts, minima, block_of, block_starts, s, node, answer):
     """Enters an answer that was found elsewhere."""
-    if _put(keys, counts, minima, block_of, s, node, answer):
-        _mend(keys, minima, block_starts, s)
+    _mend(keys, minima, block_starts, s, _put(keys, counts, minima, block_of, s, node, answer, -1))
 
 
 @_inlined
-def _put(keys, counts, minima, block_of, s, node, answer):
-    """Whether the minimum of the node's block is no longer known."""
+def _put(keys, counts, minima, block_of, s, node, answer, dirty):
+    """The last of a chain of blocks whose minimum is no longer known: instead of it each bears which was the last
+    before it. `dirty` is the last until now, -1 for none."""
     before = keys[s, node]
     if before == answer:
-        return False
+        return dirty
     if before < 0 and before != UNKNOWN:
         counts[s, -1 - before] -= 1
     if answer < 0:
@@ -419,39 +428,43 @@ def _put(keys, counts, minima, block_of, s, node, answer):
     if answer >= 0 and answer < minima[s, block]:
         minima[s, block] = answer
     elif before >= 0 and before == minima[s, block]:
-        minima[s, block] = -1
-        return True
-    return False
+        minima[s, block] = -2 - dirty
+        return block
+    return dirty
 
 
 @_compiled
-def _mend(keys, minima, block_starts, s):
-    for block in range(len(block_starts) - 1):
-        if minima[s, block] == -1:
-            least = NOTHING
-            for node in range(block_starts[block], block_starts[block + 1]):
-                key = keys[s, node]
-                if key >= 0 and key < least:
-                    least = key
-            minima[s, block] = least
+def _mend(keys, minima, block_starts, s, dirty):
+    while dirty >= 0:
+        block, dirty = dirty, -2 - minima[s, dirty]
+        least = NOTHING
+        for node in range(block_starts[block], block_starts[block + 1]):
+            key = keys[s, node]
+            if key >= 0 and key < least:
+                least = key
+        minima[s, block] = least
 
 
 @_compiled
 def best_node(keys, minima, s, block_starts, block_place, idle_in, name_order):
     """The node of the lowest score; then in the place with the fewest idle GPUs; then the first by name. -1: none."""
-    best, best_idle, best_node = NOTHING, NOTHING, -1
-    for block in range(len(block_starts) - 1):
-        least = minima[s, block]
-        if least > best or least == NOTHING:
+    least = NOTHING
+    for block in range(len(block_place)):
+        least = min(least, minima[s, block])
+    best_idle, best_node = NOTHING, -1
+    if least == NOTHING:
+        return best_node
+    for block in range(len(block_place)):
+        if minima[s, block] != least:
             continue
         idle = idle_in[block_place[block]]
-        if least == best and idle > best_idle:
+        if idle > best_idle:
             continue
         node = block_starts[block]
         while keys[s, node] != least:
             node += 1
-        if least < best or idle < best_idle or name_order[node] < name_order[best_node]:
-            best, best_idle, best_node = least, idle, node
+        if idle < best_idle or name_order[node] < name_order[best_node]:
+            best_idle, best_node = idle, node
     return best_node
 
 

@@ -194,4 +194,5 @@ def build_row(build: NodeBuild) -> list[int]:
         costs.append(topology.set_cost(gpus) if is_there else 0)
         around = topology.around(gpus, range(size)) if is_there and len(gpus) > 1 else ()
         near.append(sum(1 << gpu for gpu in around))
-    return [*memory, *pairs, *costs, *near, int(topology.is_flat)]
+    row = [*memory, *pairs, *costs, *near, int(topology.is_flat)]
+    return row + [0] * (k.BUILD_WIDTH - len(row))
