@@ -247,8 +247,9 @@ class _Cycle:
         return turns
 
     def _is_owed(self, line: Line, job: Job) -> bool:
-        held, tenant = self.standings.held(job.tenant), job.tenant
-        return self.entitlement.covers(tenant, held, line.use, self.room.is_starved(job))
+        held_mib = self.standings.held_mib(job.tenant)
+        is_starved = self.room.is_starved(job)
+        return self.entitlement.covers(job.tenant, held_mib, line.needs.memory_mib, is_starved)
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation
@@ -266,8 +267,8 @@ class _Cycle:
         starving = self.starving.get(job.tenant)
         if not starving or job.id in starving:
             return False
-        held = self.standings.held(job.tenant).memory
-        return held + line.needs.memory_mib > self.entitlement.share_mib(job.tenant)
+        held_mib = self.standings.held_mib(job.tenant)
+        return held_mib + line.needs.memory_mib > self.entitlement.share_mib(job.tenant)
 
     def _waited_too_long(self, times: int) -> Iterator[tuple[Line, Job]]:
         """The jobs that may go ahead of everybody, one of each shape, the most urgent and then the oldest first: having

@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from attrs import frozen
+from msgspec import Struct
 
 from coordinator.model import Tenant
 from coordinator.shares import share_weights, water_fill
@@ -52,9 +53,9 @@ class Totals:
     window_ms: int = 1
 
 
-class TenantUse(NamedTuple):
+class TenantUse(Struct, gc=False):
     """What one tenant's rank depends on. `weight` is never 0 here; `is_last` says that it was. `entitled` is the
-    integral of its entitled share of compute, beside `integral` of what it held."""
+    integral of its entitled share of compute, beside `integral` of what it held. In a cycle what it holds grows."""
 
     quota_memory_mib: int
     held_memory_mib: int
@@ -62,6 +63,7 @@ class TenantUse(NamedTuple):
     weight: int
     is_last: bool
     entitled: int = 0
+    held_compute_milli: int = 0
 
 
 Rank = Callable[["Policy", TenantUse, Totals], int]
@@ -213,108 +215,110 @@ class Entitlement:
     def share_mib(self, tenant: str) -> int:
         return self._shares.get(tenant, 0)
 
-    def covers(self, tenant: str, held: Use, need: Use, is_starved: bool) -> bool:
-        return self._policy.is_owed(held.memory, need.memory, self.share_mib(tenant), is_starved)
+    def covers(self, tenant: str, held_mib: int, need_mib: int, is_starved: bool) -> bool:
+        return self._policy.is_owed(held_mib, need_mib, self.share_mib(tenant), is_starved)
 
 
 class Standings:
     """The tenants' standing in one cycle. `charge` counts a placement at once, so that a burst gains nothing."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
-        self._snapshot = snapshot
         self._policy = policy
-        self._held = dict(snapshot.held)
         names = set(snapshot.tenants) | set(snapshot.lines) | set(snapshot.held) | set(snapshot.usage)
         self._tenants = {name: snapshot.tenant(name) for name in sorted(names)}
-        self._all_last = all(tenant.weight <= 0 for tenant in self._tenants.values())
+        weights = {name: max(0, tenant.weight) for name, tenant in self._tenants.items()}
+        all_last = not any(weights.values())
         memory_mib = snapshot.cluster_memory_mib
         self._has_gpus = memory_mib > 0
         self._totals = Totals(
             max(1, memory_mib),
             max(1, sum(use.compute for use in snapshot.usage.values())),
-            lcm(*(self._weight(tenant) for tenant in self._tenants.values())),
+            lcm(*(weight or 1 for weight in weights.values())),
             max(1, snapshot.cluster_compute_milli),
             1000 * snapshot.settings.fairness.window_seconds,
         )
         self._unit = policy.unit(self._totals)
-        # By tenant: what its next turn follows from, until it is charged; and the share in time, which stays.
-        self._known: dict[str, tuple[TenantUse, int]] = {}
+        self._terms = debt_first_terms if policy.owed_first else space_time_terms
+        self._use: dict[str, TenantUse] = {}
+        for name, tenant in self._tenants.items():
+            held = snapshot.held.get(name, NO_USE)
+            self._use[name] = TenantUse(
+                tenant.quota_memory_mib,
+                held.memory,
+                snapshot.usage.get(name, NO_USE).compute,
+                weights[name] or 1,
+                not all_last and not weights[name],
+                snapshot.entitled.get(name, 0),
+                held.compute,
+            )
+        self._unlimited = {
+            name
+            for name, tenant in self._tenants.items()
+            if tenant.limit_memory_mib is None and tenant.limit_compute_milli is None
+        }
+        # By tenant: its priority, until it is charged; and the share in time, which stays.
+        self._priority: dict[str, int] = {}
         self._time_millionths: dict[str, int] = {}
 
     def turn(self, tenant: str) -> tuple[bool, int, str]:
         """Sort key: the tenant with the lowest goes first. Ties end in the name."""
-        use, priority = self._ranked(tenant)
-        return use.is_last, -priority, tenant
+        return self._use[tenant].is_last, -self._ranked(tenant), tenant
 
     def charge(self, tenant: str, use: Use) -> None:
-        self._known.pop(tenant, None)
-        held = self._held.get(tenant)
-        self._held[tenant] = use if held is None else held.plus(use)
+        self._priority.pop(tenant, None)
+        known = self._use[tenant]
+        known.held_memory_mib += use.memory
+        known.held_compute_milli += use.compute
 
     def held(self, tenant: str) -> Use:
-        return self._held.get(tenant, NO_USE)
+        use = self._use[tenant]
+        return Use(use.held_compute_milli, use.held_memory_mib)
+
+    def held_mib(self, tenant: str) -> int:
+        return self._use[tenant].held_memory_mib
 
     def headroom(self, tenant: str) -> Headroom:
-        record = self._tenants[tenant]
-        if record.limit_memory_mib is None and record.limit_compute_milli is None:
+        if tenant in self._unlimited:
             return NO_LIMIT
-        return headroom(record, self.held(tenant))
+        return headroom(self._tenants[tenant], self.held(tenant))
 
     def share(self, tenant: str) -> Share:
-        use, totals = self._use(tenant), self._totals
         is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
-        unit = self._policy.unit(totals)
-        space, time = self._terms(use)
+        space, time = self._terms(self._use[tenant], self._totals)
         return Share(
             tenant=record,
             held=held,
             space=Fraction(*space) if is_known else None,
             time=Fraction(*time),
-            priority=Fraction(self._policy.rank(self._policy, use, totals), unit) if is_known else None,
+            priority=Fraction(self._ranked(tenant), self._unit) if is_known else None,
             over_by_memory_mib=max(0, held.memory - record.quota_memory_mib),
             headroom=headroom(record, held),
         )
 
     def chosen(self, tenant: str) -> Reason:
         """Why a job of this tenant is next, in millionths."""
-        (use, priority), is_known = self._ranked(tenant), self._has_gpus
-        space, time = self._terms(use)
-        if tenant not in self._time_millionths:
-            self._time_millionths[tenant] = nearest_millionths(*time)
+        space, time = self._terms(self._use[tenant], self._totals)
+        time_millionths = self._time_millionths.get(tenant)
+        if time_millionths is None:
+            time_millionths = self._time_millionths[tenant] = nearest_millionths(*time)
+        is_known = self._has_gpus
         numbers = {
             "space_millionths": nearest_millionths(*space) if is_known else 0,
-            "time_millionths": self._time_millionths[tenant],
-            "priority_millionths": nearest_millionths(priority, self._unit) if is_known else 0,
+            "time_millionths": time_millionths,
+            "priority_millionths": nearest_millionths(self._ranked(tenant), self._unit) if is_known else 0,
         }
         return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
 
     def tenants(self) -> Iterable[str]:
         return self._tenants
 
-    def _ranked(self, tenant: str) -> tuple[TenantUse, int]:
-        known = self._known.get(tenant)
+    def _ranked(self, tenant: str) -> int:
+        known = self._priority.get(tenant)
         if known is None:
-            use = self._use(tenant)
-            known = self._known[tenant] = use, self._policy.rank(self._policy, use, self._totals)
+            known = self._policy.rank(self._policy, self._use[tenant], self._totals)
+            self._priority[tenant] = known
         return known
-
-    def _terms(self, use: TenantUse) -> tuple[Term, Term]:
-        return (debt_first_terms if self._policy.owed_first else space_time_terms)(use, self._totals)
-
-    def _weight(self, tenant: Tenant) -> int:
-        return 1 if self._all_last or tenant.weight <= 0 else tenant.weight
-
-    def _use(self, name: str) -> TenantUse:
-        tenant = self._tenants[name]
-        return TenantUse(
-            tenant.quota_memory_mib,
-            self._held.get(name, NO_USE).memory,
-            self._snapshot.usage.get(name, NO_USE).compute,
-            self._weight(tenant),
-            not self._all_last and tenant.weight <= 0,
-            self._snapshot.entitled.get(name, 0),
-        )
 
 
 def shares(snapshot: Snapshot, policy: Policy) -> Mapping[str, Share]:

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
 
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from coordinator.fairness import STARVED_AFTER, Policy
 from coordinator.fit import Fit, after
@@ -63,7 +64,7 @@ def ends_by(job: Job, now_ms: int, due_ms: int) -> bool:
 def elsewhere(job: Job, shape: Shape) -> Shape:
     """The job's shape, less the nodes that would not start it."""
     others = tuple((OTHER_THAN, node) for node in job.refused_by)
-    return evolve(shape, constraints=shape.constraints + others)
+    return replace(shape, constraints=shape.constraints + others)
 
 
 class Room:

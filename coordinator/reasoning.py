@@ -109,7 +109,7 @@ class Waiting(Mapping[str, Reason]):
         if reservation is None:
             return None
         is_owed = self._entitlement.covers(
-            job.tenant, self._standings.held(job.tenant), need, self._room.is_starved(job)
+            job.tenant, self._standings.held_mib(job.tenant), need.memory, self._room.is_starved(job)
         )
         draft = self._room.open_to(job, is_owed)
         if draft is not None and self._fits(shape, draft):

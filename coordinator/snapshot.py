@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Protocol, overload
 
 from attrs import field, frozen
+from msgspec import Struct
 
 from coordinator.model import Job, Task, Tenant
 from coordinator.nodes import NodeView, ViewLog
@@ -54,8 +55,7 @@ class ClusterSettings(Protocol):
     def topology(self) -> TopologyCosts: ...
 
 
-@frozen(cache_hash=True)
-class TaskShape:
+class TaskShape(Struct, frozen=True, cache_hash=True):
     """What placement must know of `count` equal tasks."""
 
     count: int
@@ -64,8 +64,7 @@ class TaskShape:
     memory_mib: int
 
 
-@frozen(cache_hash=True)
-class Shape:
+class Shape(Struct, frozen=True, cache_hash=True, dict=True):
     """What placement must know of a job: jobs of one shape get one answer. Tasks keep their order and numbers."""
 
     tasks: tuple[TaskShape, ...]
@@ -115,10 +114,9 @@ def shape_of(spec: JobSpec) -> Shape:
     return _SHAPES.setdefault(shape, shape)
 
 
-@frozen(order=True, cache_hash=True)
-class LineKey:
+class LineKey(Struct, frozen=True, cache_hash=True):
     priority: int
-    shape: Shape = field(order=False)
+    shape: Shape
 
 
 class JobLine(Sequence[Job]):
