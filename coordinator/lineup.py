@@ -9,6 +9,8 @@ All of this is a memo, compared with what it was made from; nothing is decided h
 
 from __future__ import annotations
 
+import functools
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,7 +19,7 @@ from attrs import define, frozen
 
 from coordinator.fit import matches_model
 from coordinator.lines import TenantLines
-from coordinator.snapshot import NEVER_MS, JobLine, LineKey, Lines, Shape, Snapshot, TaskShape
+from coordinator.snapshot import NEVER_MS, LineKey, Lines, Shape, Snapshot, TaskShape
 from coordinator.usage import NO_USE, Use
 from vgpu.inventory import Gpu
 
@@ -78,6 +80,7 @@ class Line:
     """`place` is where it stands in sets of lines, `bit` the set of it alone, `peers` that of all lines that are equal but
     for their shape: among those the older job goes first. A job holds at least `use` and nowhere more than `most`."""
 
+    key: LineKey
     priority: int
     shape: Shape
     needs: Needs
@@ -112,9 +115,8 @@ class Order:
         place = below + (self._gap(spot) + 1) // 2
         if self._gap(spot) < 2:
             return False
-        line = Line(
-            key.priority, key.shape, needs, needs.use, cards.most(key.shape), place, 1 << place, 1 << place
-        )
+        bit = 1 << place
+        line = Line(key, key.priority, key.shape, needs, needs.use, cards.most(key.shape), place, bit, bit)
         for at in self._places[first:last]:
             peer = self.at[at]
             peer.peers |= line.bit
@@ -135,28 +137,28 @@ class Order:
         return self._of_shape[shape]
 
     def shapes(self, lines: int) -> Mapping[int, Shape]:
-        """The shapes of a set of lines, each by its own lines. For the same set as last time it is the same object."""
-        known = self._last_shapes
-        if known[0] != lines:
-            found = {its: shape for shape, its in self._of_shape.items() if its & lines}
-            known = self._last_shapes = lines, found
-        return known[1]
+        """The shapes of a set of lines, each by all of its own, and maybe as many more: as long as that is true of the
+        mapping that was told last it is that one."""
+        covered, last = self._last_shapes
+        if lines & ~covered or 2 * lines.bit_count() < covered.bit_count():
+            last = {its: shape for shape, its in self._of_shape.items() if its & lines}
+            self._last_shapes = functools.reduce(operator.or_, last, 0), last
+        return last
 
 
 @frozen(eq=False)
 class Front:
     """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set, `limited`
-    those in which a job has a limit of its time; `jobs` go by the place of the line. Nobody came before `oldest_ms`."""
+    those in which a job has a limit of its time. Nobody came before `oldest_ms`."""
 
     lines: Lines
     all: int
     limited: int
-    jobs: Mapping[int, JobLine]
     wanted: Use
     oldest_ms: int
 
 
-_NOBODY = Front({}, 0, 0, {}, NO_USE, NEVER_MS)
+_NOBODY = Front({}, 0, 0, NO_USE, NEVER_MS)
 
 
 @frozen(eq=False)
@@ -226,30 +228,31 @@ def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
 
 def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) -> Front:
     """The front as it is once these lines have changed."""
-    everything, limited, jobs = front.all, front.limited, dict(front.jobs)
+    everything, limited, before = front.all, front.limited, front.lines
     memory, compute = front.wanted.memory, front.wanted.compute
     oldest_ms, has_oldest_left = front.oldest_ms, False
     for key in keys:
         line = order.lines.get(key)
         if line is None:
             continue  # it came and went in between
-        before, now = jobs.pop(line.place, None), lines.get(key)
+        old, new = before.get(key), lines.get(key)
         more = 0
-        limited &= ~line.bit
-        if before is not None:
-            more -= len(before)
-            has_oldest_left = has_oldest_left or before.first.submitted_at_ms == front.oldest_ms
-        if now is not None:
-            more += len(now)
-            jobs[line.place] = now
+        if old is None:
             everything |= line.bit
-            oldest_ms = min(oldest_ms, now.first.submitted_at_ms)
-            if now.limited:
-                limited |= line.bit
         else:
+            more -= len(old)
+            has_oldest_left = has_oldest_left or old.first.submitted_at_ms == front.oldest_ms
+            if old.limited:
+                limited &= ~line.bit
+        if new is None:
             everything &= ~line.bit
+        else:
+            more += len(new)
+            oldest_ms = min(oldest_ms, new.first.submitted_at_ms)
+            if new.limited:
+                limited |= line.bit
         memory += more * line.needs.memory_mib
         compute += more * line.needs.compute_milli
     if has_oldest_left:
-        oldest_ms = min([line.first.submitted_at_ms for line in jobs.values()], default=NEVER_MS)
-    return Front(lines, everything, limited, jobs, Use(compute, memory), oldest_ms)
+        oldest_ms = min([line.first.submitted_at_ms for line in lines.values()], default=NEVER_MS)
+    return Front(lines, everything, limited, Use(compute, memory), oldest_ms)

@@ -46,7 +46,7 @@ class TenantQueue:
         front = lineup.fronts[tenant]
         self._now_ms = snapshot.now_ms
         self._lines = lineup.order.at
-        self._jobs = front.jobs
+        self._jobs = front.lines
         self._limited = front.limited
         self._left = front.all
         self._next: dict[int, int] = {}  # by line: where in it the jobs begin that may be handed out
@@ -82,7 +82,7 @@ class TenantQueue:
         while limited:
             bit = limited & -limited
             limited ^= bit
-            if self._jobs[bit.bit_length() - 1].quickest_ms <= within_ms:
+            if self._jobs[self._lines[bit.bit_length() - 1].key].quickest_ms <= within_ms:
                 bits |= bit
         self._left &= bits
         self._late = [late for late in self._late if late[3].bit & bits]
@@ -104,7 +104,7 @@ class TenantQueue:
         if line is None:
             heapq.heappop(self._late)
             return
-        jobs, at = self._jobs[line.place], self._next.get(line.place, 0) + 1
+        jobs, at = self._jobs[line.key], self._next.get(line.place, 0) + 1
         for later in range(at, min(len(jobs), at + SEARCH_DEPTH)):
             if self._is_left(jobs[later]) and may(jobs[later]):
                 self._next[line.place] = later
@@ -132,8 +132,10 @@ class TenantQueue:
 
     def _job(self, line: Line) -> Job | None:
         """The first of the line that may be handed out."""
-        jobs = self._jobs[line.place]
-        for place in range(self._next.get(line.place, 0), len(jobs)):
+        jobs, first = self._jobs[line.key], self._next.get(line.place, 0)
+        if not first and self._is_left(jobs.first):
+            return jobs.first
+        for place in range(first, len(jobs)):
             job = jobs[place]
             if self._is_left(job):
                 self._next[line.place] = place

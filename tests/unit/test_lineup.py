@@ -23,7 +23,7 @@ def told(lineup: Lineup) -> dict[str, object]:
         tenant: (
             keys(front.all),
             keys(front.limited),
-            {(at[place].priority, at[place].shape): tuple(line) for place, line in front.jobs.items()},
+            {key: tuple(line) for key, line in front.lines.items()},
             front.wanted,
             front.oldest_ms,
         )
