@@ -19,7 +19,7 @@ import functools
 import heapq
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import frozen
 
@@ -44,8 +44,7 @@ _MANY_REFUSALS = 8
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
 
 
-@frozen
-class Placement:
+class Placement(NamedTuple):
     """A waiting job, as its record stood, and what it is to hold."""
 
     job: Job
@@ -175,8 +174,9 @@ class _Cycle:
         started = self.room.start(job, line, headroom, draft)
         if started is None:
             return False
-        self.placements.append(self._placement(job, *started))
-        standings.charge(tenant, Draft.charge(started[0]))
+        spots, idle_gpus = started
+        self.placements.append(self._placement(job, spots, idle_gpus, standings.chosen(tenant)))
+        standings.charge(tenant, Draft.charge(spots))
         self.turns[tenant] = standings.turn(tenant)
         self._queue(tenant).take(job)
         return True
@@ -247,9 +247,11 @@ class _Cycle:
         return turns
 
     def _is_owed(self, line: Line, job: Job) -> bool:
-        held_mib = self.standings.held_mib(job.tenant)
-        is_starved = self.room.is_starved(job)
-        return self.entitlement.covers(job.tenant, held_mib, line.needs.memory_mib, is_starved)
+        tenant, covers = job.tenant, self.entitlement.covers
+        held_mib, need_mib = self.standings.held_mib(tenant), line.needs.memory_mib
+        if covers(tenant, held_mib, need_mib, is_starved=False):
+            return True
+        return self.room.is_starved(job) and covers(tenant, held_mib, need_mib, is_starved=True)
 
     def _ends_in_time(self, job: Job) -> bool:
         reservation = self.room.reservation
@@ -288,16 +290,11 @@ class _Cycle:
                 yield line, job
             seen.add(line.shape)
 
-    def _placement(self, job: Job, spots: Sequence[Spot], idle_gpus: int) -> Placement:
+    def _placement(self, job: Job, spots: Sequence[Spot], idle_gpus: int, chosen: Reason) -> Placement:
         draft = self.room.draft
-        allocation = Allocation(
-            job.attempt,
-            draft.placements(spots),
-            self.snapshot.now_ms,
-            self.standings.chosen(job.tenant),
-            _placed(spots, idle_gpus, draft),
-        )
-        return Placement(job, allocation)
+        placed = _placed(spots, idle_gpus, draft)
+        tasks = draft.placements(spots)
+        return Placement(job, Allocation(job.attempt, tasks, self.snapshot.now_ms, chosen, placed))
 
 
 def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:

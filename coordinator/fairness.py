@@ -302,11 +302,14 @@ class Standings:
         time_millionths = self._time_millionths.get(tenant)
         if time_millionths is None:
             time_millionths = self._time_millionths[tenant] = nearest_millionths(*time)
-        is_known = self._has_gpus
+        space_millionths = priority_millionths = 0
+        if self._has_gpus:
+            space_millionths = nearest_millionths(*space)
+            priority_millionths = nearest_millionths(self._ranked(tenant), self._unit)
         numbers = {
-            "space_millionths": nearest_millionths(*space) if is_known else 0,
+            "space_millionths": space_millionths,
             "time_millionths": time_millionths,
-            "priority_millionths": nearest_millionths(self._ranked(tenant), self._unit) if is_known else 0,
+            "priority_millionths": priority_millionths,
         }
         return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
 

@@ -241,7 +241,8 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
             everything |= line.bit
         else:
             more -= len(old)
-            has_oldest_left = has_oldest_left or old.first.submitted_at_ms == front.oldest_ms
+            if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
+                has_oldest_left = True
             if old.limited:
                 limited &= ~line.bit
         if new is None:

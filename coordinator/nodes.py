@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from coordinator.model import Job, NodeAdmin, TaskPlacement
 from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
@@ -230,6 +230,18 @@ class NodeView:
     @property
     def gpu_compute_milli(self) -> int:
         return sum(view.gpu.compute_milli for view in self.gpus if not view.gpu.unavailable)
+
+
+def with_occupied(view: NodeView, tasks: Mapping[str, Sequence[str]]) -> NodeView:
+    """The view with these GPUs closed, each for tasks that may still use it though no live job holds it for them."""
+    gpus, pieces = list(view.gpus), list(view.row.pieces)
+    for place, gpu in enumerate(view.gpus):
+        found = tasks.get(gpu.gpu.uuid)
+        if found and gpu.closed is None:
+            reason = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.gpu.uuid, *found))
+            gpus[place] = evolve(gpu, memory_free_mib=0, compute_free_milli=0, closed=reason)
+            pieces[place] = Piece(0, 0, pieces[place].sharing, False)
+    return evolve(view, gpus=tuple(gpus), row=view.row._replace(pieces=tuple(pieces)))
 
 
 @frozen(eq=False)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
 
-from coordinator.fit import Fit, Score, after, cut_slice, fit, matches_model, remoteness
+from coordinator.fit import Fit, Score, after, fit, matches_model, remoteness
 from coordinator.model import TaskPlacement
 from coordinator.nodes import Constraints, NodeView, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.usage import NO_LIMIT, Headroom, Use
 from coordinator.worth import Worth
+from vgpu.isolation import cut
 from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import Slice
 from vgpu.topology import Location
 
 if TYPE_CHECKING:
@@ -190,12 +192,13 @@ class Draft:
 
     def _placement(self, spot: Spot) -> TaskPlacement:
         number, node, task, found = spot
-        inventory = self.views[node].inventory
-        cards = inventory.gpus if inventory else ()
-        slices = [
-            cut_slice(task.gpus, cards[gpu], name)
-            for gpu, name in zip(found.gpus, found.isolations, strict=True)
-        ]
+        slices: list[Slice] = []
+        if found.gpus:
+            inventory = self.views[node].inventory
+            assert inventory is not None
+            cards, request = inventory.gpus, task.gpus
+            for gpu, name in zip(found.gpus, found.isolations, strict=True):
+                slices.append(cut(request, cards[gpu], name))
         return TaskPlacement(number, node, tuple(slices), task.cpu_milli, task.memory_mib)
 
     @staticmethod

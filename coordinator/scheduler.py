@@ -30,6 +30,7 @@ from coordinator.config import Settings
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.cycle_metrics import CycleMetrics
 from coordinator.engines import Engine
+from coordinator.engines.occupied import is_in_question, without_occupied
 from coordinator.fairness import Policy, policy_from
 from coordinator.guard import ASIDE_MS, Aside, is_marked, search, without
 from coordinator.index import Index
@@ -52,6 +53,7 @@ CYCLE_SECONDS = 0.015
 # Waiting reasons are written for people who read etcd; the API computes them. So few at a time.
 REASONS_LOOKED_AT = 64
 REASONS_EVERY_MS = 1_000
+OCCUPIED_EVERY_MS = 1_000
 STORE_RETRY_SECONDS = 1.0
 # Planning that fails whoever waits is tried again after this; what ends is settled meanwhile.
 FAULT_SECONDS = 5
@@ -89,6 +91,7 @@ class Scheduler:
         self._reasons_from = 0
         self._reserved_for = ""
         self._due_ms: int | None = None
+        self._occupied_due_ms: int | None = None
         self._aside = Aside()
         self._silent_together = 0
         self._clocks_off: frozenset[str] = frozenset()
@@ -130,6 +133,7 @@ class Scheduler:
         cluster, phase = self._replica.cluster, self._metrics.phase
         with phase("snapshot"):
             snapshot = self._aside.left_by(cluster.snapshot(now_ms))
+            snapshot = self._without_occupied(snapshot)
         self._warn(snapshot)
         self._due_ms = snapshot.next_due_ms
         if self._has_seen(cluster, snapshot.news):
@@ -158,6 +162,14 @@ class Scheduler:
             if is_full or outcome.unavailable:
                 self._seen = None
         return not self._has_seen(self._replica.cluster, self._replica.cluster.news)
+
+    def _without_occupied(self, snapshot: Snapshot) -> Snapshot:
+        """Less what the engine may still run for attempts that are over. Nothing tells when it is done with it, so that
+        is looked at again soon."""
+        occupied = self._engine.occupied()
+        is_reduced = is_in_question(snapshot, occupied)
+        self._occupied_due_ms = snapshot.now_ms + OCCUPIED_EVERY_MS if is_reduced else None
+        return without_occupied(snapshot, occupied) if is_reduced else snapshot
 
     def _settle(self, snapshot: Snapshot) -> tuple[Transition, ...]:
         """As `lifecycle.settle`; a live job for which it fails stays as it is, and keeps what it holds."""
@@ -254,7 +266,13 @@ class Scheduler:
     async def _wait_for_cause(self) -> None:
         """Until something came that a cycle would decide about, or time alone changes something."""
         while self._has_seen(cluster := self._replica.cluster, cluster.news):
-            times = (self._due_ms, cluster.due_ms, self._reasons_due_ms, self._fault_due_ms)
+            times = (
+                self._due_ms,
+                cluster.due_ms,
+                self._reasons_due_ms,
+                self._fault_due_ms,
+                self._occupied_due_ms,
+            )
             due_ms = min((at for at in times if at is not None), default=None)
             timeout = None if due_ms is None else max(0.0, (due_ms - self._clock_ms()) / 1000)
             try:

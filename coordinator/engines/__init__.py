@@ -8,11 +8,13 @@ that everything after the launch is the same for them. The contract, which tests
 3. `observe` hands what it sees of each task to a sink, which writes it into `tasks/` fenced by the leader's token.
    It may see an event twice or late; it lists everything again whenever it may have missed some.
 4. `list` names the attempts that the engine still has, so that `sweep` can stop what has no live allocation.
+5. `launch` does not start what would use a GPU beside an attempt that is over and whose end is not confirmed
+   (`EngineUnavailable` until it is); `occupied` says which GPUs that are, so that none is offered to begin with.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from attrs import frozen
@@ -43,6 +45,9 @@ class RunningAttempt:
     since_ms: int
 
 
+# Node -> GPU -> tasks (`<job>.<attempt>.<task>`) of attempts that are over, and that the engine may still run there.
+Occupied = Mapping[str, Mapping[str, tuple[str, ...]]]
+
 TaskSink = Callable[[Task], Awaitable[None]]
 
 
@@ -64,6 +69,9 @@ class Engine(Protocol):
 
     async def list(self) -> Sequence[RunningAttempt]:
         """What the engine still has."""
+
+    def occupied(self) -> Occupied:
+        """GPUs with attempts that are over for the store, and whose end the engine has not confirmed."""
 
     async def observe(self, sink: TaskSink) -> None:
         """Runs until cancelled. The agent engine has nothing to do here: its agents write their task records."""

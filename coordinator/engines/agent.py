@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import aiohttp
 
-from coordinator.engines import EngineUnavailable, LogsExpired, RunningAttempt, TaskSink
+from coordinator.engines import EngineUnavailable, LogsExpired, Occupied, RunningAttempt, TaskSink
 from coordinator.model import Job, Task
 from coordinator.records import Endpoint
 from jobspecs.container import Grant
@@ -38,6 +38,10 @@ class AgentEngine:
     async def list(self) -> Sequence[RunningAttempt]:
         """Nothing: an agent itself ends what runs without a grant."""
         return ()
+
+    def occupied(self) -> Occupied:
+        """Nothing: an agent reports what is left on its GPUs."""
+        return {}
 
     async def observe(self, sink: TaskSink) -> None:
         """Nothing: the agents write their own task records."""

@@ -14,11 +14,19 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from coordinator.config import Settings
-from coordinator.engines import EngineRefused, EngineUnavailable, LogsExpired, RunningAttempt, TaskSink
+from coordinator.engines import (
+    EngineRefused,
+    EngineUnavailable,
+    LogsExpired,
+    Occupied,
+    RunningAttempt,
+    TaskSink,
+)
 from coordinator.engines.nomad_api import CONFLICT, NomadApi, NomadError, NomadSettings, NomadUnreachable
 from coordinator.engines.nomad_logs import read_logs
 from coordinator.engines.nomad_observer import NomadObserver
-from coordinator.engines.nomad_wishes import Attempt, LiveJobs, NothingLive, Wishes, nomad_id_of
+from coordinator.engines.nomad_remains import Attempt, seats_granted
+from coordinator.engines.nomad_wishes import LiveJobs, NothingLive, Wishes, nomad_id_of
 from coordinator.model import Job, Task, TaskState
 from jobspecs.container import Grant
 from jobspecs.nomad_job import NomadRefused, nomad_job, nomad_job_id, parse_nomad_job_id
@@ -67,10 +75,16 @@ class NomadEngine:
                 return
             if attempt in self._wishes.stopping:
                 raise EngineRefused(_refusal(f"attempt {job.attempt} was stopped before it was launched"))
-            rendered = await self._render(job, grants)
-            await self._end_previous(job)
-            self._wishes.launched[attempt] = job
-            await self._register(rendered, attempt)
+            try:
+                rendered = await self._render(job, grants)
+                await self._end_previous(job)
+                await self._until_free(grants)
+                self._wishes.launched[attempt] = job
+                self._wishes.remains.put(attempt, nomad_id_of(job), seats_granted(grants))
+                await self._register(rendered, attempt)
+            except EngineRefused:
+                self._wishes.remains.drop(attempt)
+                raise
             self._wishes.registered.add(attempt)
             self._wishes.hint(nomad_id_of(job))
 
@@ -78,6 +92,7 @@ class NomadEngine:
         """Deregisters the attempt and keeps it in Nomad, so that its end can still be read. Purged later."""
         key = (job, attempt)
         self._wishes.stopping.add(key)
+        self._wishes.remains.look_at(key)
         async with self._lock(key):
             known = self._wishes.job(key)
             nomad_id = nomad_id_of(known) if known is not None else await self._find(key, tenant)
@@ -96,6 +111,9 @@ class NomadEngine:
             for job in await self._api.jobs()
             if job.attempt is not None and job.status != "dead"
         ]
+
+    def occupied(self) -> Occupied:
+        return self._wishes.remains.occupied()
 
     async def observe(self, sink: TaskSink) -> None:
         self._wishes.begin()
@@ -173,6 +191,17 @@ class NomadEngine:
         found = await self._api.job(previous)
         if found is not None and not found.stop and found.attempt == (job.id, job.attempt - 1):
             await self._api.deregister(previous)
+
+    async def _until_free(self, grants: Sequence[Grant]) -> None:
+        """Not beside an attempt that is over and perhaps not for Nomad: its client would start both (RR-11)."""
+        try:
+            async with asyncio.timeout(self._nomad.request_seconds):
+                await self._wishes.is_listed.wait()
+        except TimeoutError:
+            raise EngineUnavailable("Nomad has not told yet what it runs") from None
+        other = self._wishes.remains.in_the_way(seats_granted(grants))
+        if other:
+            raise EngineUnavailable(f"{other} may still use a GPU of it: Nomad has not confirmed its end")
 
     async def _register(self, rendered: dict[str, Any], attempt: Attempt) -> None:
         try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import aclosing
 
 from attrs import frozen
@@ -25,8 +25,15 @@ from msgspec.structs import replace
 from coordinator.engines import EngineUnavailable, TaskSink
 from coordinator.engines.nomad_api import NomadApi
 from coordinator.engines.nomad_outcome import AttemptSeen, has_copies, observed
-from coordinator.engines.nomad_records import AllocationSeen, EvaluationSeen, JobSeen, PlacementMetric
-from coordinator.engines.nomad_wishes import Attempt, Wishes, nomad_id_of
+from coordinator.engines.nomad_records import (
+    LOST,
+    AllocationSeen,
+    EvaluationSeen,
+    JobSeen,
+    PlacementMetric,
+)
+from coordinator.engines.nomad_remains import Attempt, Seat, Seats, seats_seen
+from coordinator.engines.nomad_wishes import Wishes, nomad_id_of
 from coordinator.model import Task, TaskState
 from jobspecs.nomad_job import group_name, parse_nomad_job_id
 from vgpu.reasons import ReasonCode
@@ -34,6 +41,7 @@ from vgpu.reasons import ReasonCode
 log = logging.getLogger("serai.nomad")
 
 LOOKS_AT_ONCE = 8
+MOST_STRAY_TRIES = 6
 # Events of one job come in bursts of four or five within some milliseconds.
 DEBOUNCE_SECONDS = 0.02
 
@@ -67,11 +75,14 @@ class NomadObserver:
         self._sink = sink
         self._clock_ms = clock_ms
         self._log_retention_ms = log_retention_seconds * 1000
-        self._nodes: dict[str, Mapping[int, str]] = {}
+        self._seats: dict[str, Seats] = {}
         self._sent: dict[str, Task] = {}
         self._ended: dict[str, int] = {}
         self._missing_since_ms: dict[str, int] = {}
+        self._missed_since_ms: dict[tuple[str, str], int] = {}  # (id, node), with the node ready
+        self._ready: Set[str] = frozenset()  # Nomad's nodes, as of a list that had to do with them
         self._relist = True
+        self._stray_tries = 0
         self._gate = asyncio.Semaphore(LOOKS_AT_ONCE)
 
     async def run(self) -> None:
@@ -145,20 +156,52 @@ class NomadObserver:
             of_job.setdefault(allocation.job_id, []).append(allocation)
         self._sent.clear()
         ours = {job.id: job for job in jobs if job.attempt is not None}
+        if await self._look_at_strays(ours.values(), of_job):
+            self._wishes.is_listed.set()
         for job in ours.values():
             await self._consider(job, of_job.get(job.id, []))
         for job_record in live:
             if nomad_id_of(job_record) not in ours:
                 self._wishes.hint(nomad_id_of(job_record))
-        for gone in (self._nodes.keys() | self._ended.keys()) - ours.keys():
-            self._nodes.pop(gone, None)
+        for gone in (self._seats.keys() | self._ended.keys()) - ours.keys():
+            self._seats.pop(gone, None)
             if self._ended.pop(gone, None) is None:
                 self._wishes.hint(gone)
+
+    async def _look_at_strays(
+        self, jobs: Collection[JobSeen], of_job: Mapping[str, Sequence[AllocationSeen]]
+    ) -> bool:
+        """First what is over for the store and not for Nomad: somebody may be given its GPUs. False where some of it
+        could not be read; then it is tried again soon, and a few times only: one job must not hold up all launches."""
+        remains = self._wishes.remains
+        remains.look_at_all()
+        if remains.over():
+            self._ready = await self._ready_nodes()
+        strays = {
+            job.id
+            for job in jobs
+            if job.attempt is not None
+            and not self._wishes.is_live(job.attempt)
+            and job.id not in self._seats
+            and not (job.status == "dead" and all(one.is_ended for one in of_job.get(job.id, ())))
+        }
+        for id in sorted(set(remains.over().values()) - {job.id for job in jobs}):
+            self._wishes.hint(id)
+        try:
+            await asyncio.gather(*(self._look_gated(id) for id in sorted(strays)))
+        except EngineUnavailable as error:
+            log.warning("what is left of earlier attempts cannot be read now: %s", error)
+            self._stray_tries += 1
+            if self._stray_tries < MOST_STRAY_TRIES:
+                poll_seconds = self._api.settings.poll_seconds
+                asyncio.get_running_loop().call_later(poll_seconds, self._list_again)
+                return False
+        return True
 
     async def _consider(self, job: JobSeen, allocations: Sequence[AllocationSeen]) -> None:
         if job.id in self._ended:
             await self._purge_when_due(job.id)
-        elif job.id not in self._nodes or self._is_odd(job, allocations):
+        elif job.id not in self._seats or self._is_odd(job, allocations):
             self._wishes.hint(job.id)
         else:
             await self._conclude(job, (), allocations)
@@ -166,7 +209,7 @@ class NomadObserver:
     def _is_odd(self, job: JobSeen, allocations: Sequence[AllocationSeen]) -> bool:
         assert job.attempt is not None
         placed = {allocation.task_group for allocation in allocations}
-        unplaced = any(group_name(number) not in placed for number in self._nodes[job.id])
+        unplaced = any(group_name(number) not in placed for number in self._seats[job.id])
         lost = any(allocation.was_lost for allocation in allocations)
         return (
             unplaced
@@ -179,7 +222,7 @@ class NomadObserver:
         if self._clock_ms() - self._ended[id] >= self._log_retention_ms:
             await self._api.deregister(id, purge=True)
             del self._ended[id]
-            self._nodes.pop(id, None)
+            self._seats.pop(id, None)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -203,10 +246,12 @@ class NomadObserver:
         if job is None:
             if before is not None:
                 await self._gone(id, before)
+            else:
+                await self._gone_for_good(id)
             return
         if job.attempt is None:
             return
-        self._nodes[id] = _nodes_of(job)
+        self._seats[id] = seats_seen(job)
         evaluations = await self._api.job_evaluations(id)
         if any(not evaluation.is_settled for evaluation in evaluations):
             for evaluation in evaluations:
@@ -239,16 +284,20 @@ class NomadObserver:
         self, job: JobSeen, evaluations: Sequence[EvaluationSeen], allocations: Sequence[AllocationSeen]
     ) -> None:
         assert job.attempt is not None
-        nodes = self._nodes[job.id]
+        seats = self._seats[job.id]
+        nodes = {number: seat.node for number, seat in seats.items()}
         done = all(evaluation.is_settled and evaluation.status != "blocked" for evaluation in evaluations)
         failed = _failed(evaluations, allocations)
         at_ms = max((e.modify_time // 1_000_000 for e in evaluations if e.failed_groups), default=None)
         tasks = observed(AttemptSeen(*job.attempt, nodes, job.stop and done, failed, at_ms), allocations)
+        over = {task.task for task in tasks if _is_over(task)}
+        left = {n: seat for n, seat in seats.items() if n not in over}
+        if not self._wishes.is_live(job.attempt):
+            left = {n: s for n, s in left.items() if not self._is_out_of_reach(job.id, n, s, allocations)}
+        self._wishes.remains.put(job.attempt, job.id, left)
         for task in tasks:
             await self._tell(task)
-        if len(tasks) == len(nodes) and all(
-            task.state is TaskState.EXITED and task.released for task in tasks
-        ):
+        if len(tasks) == len(nodes) == len(over):
             if not job.stop:
                 # Only now: it changes what Nomad shows of the allocations. A stopped job is never run again.
                 await self._api.deregister(job.id)
@@ -257,7 +306,22 @@ class NomadObserver:
             self._ended.setdefault(job.id, self._clock_ms())
             self._wishes.forget(job.attempt)
 
+    def _is_out_of_reach(
+        self, id: str, number: int, seat: Seat, allocations: Sequence[AllocationSeen]
+    ) -> bool:
+        """Nobody will ever say how it ended: the node is another client of Nomad now, or its client has long been back
+        and does not know the allocation that the server calls lost."""
+        copies = [one for one in allocations if one.task_group == group_name(number) and not one.is_ended]
+        client = self._wishes.nomad_node(seat.node)
+        if copies and client and all(copy.node_id != client for copy in copies):
+            return True
+        are_lost = bool(copies) and all(copy.client_status == LOST for copy in copies)
+        return are_lost and self._was_missed_for_long(id, seat.node, self._ready)
+
     async def _tell(self, task: Task) -> None:
+        if _is_over(task):
+            # Before anybody can give its slices to another.
+            self._wishes.remains.ended((task.job, task.attempt), task.task)
         if self._sent.get(task.attempt_key) != task:
             await self._sink(task)
             self._sent[task.attempt_key] = task
@@ -295,6 +359,19 @@ class NomadObserver:
                 if not task.released:
                     self._wishes.hint_later(id, self._api.settings.poll_seconds)
 
+    async def _gone_for_good(self, id: str) -> None:
+        """Of an attempt that is over, and of which nobody will ask again."""
+        parsed = parse_nomad_job_id(id)
+        seats = self._wishes.remains.of(parsed[1:]) if parsed is not None else {}
+        if parsed is None or not seats:
+            return
+        allocations = await self._api.job_allocations(id)
+        ready = await self._ready_nodes()
+        for number, seat in seats.items():
+            copies = [one for one in allocations if one.task_group == group_name(number)]
+            if all(copy.is_ended for copy in copies) and self._was_missed_for_long(id, seat.node, ready):
+                self._wishes.remains.ended(parsed[1:], number)
+
     async def _tell_missing(self, before: _Before, never: Task) -> None:
         task = before.records.get(never.task, never)
         if task.state is TaskState.EXITED and task.released:
@@ -314,29 +391,29 @@ class NomadObserver:
         await self._tell(replace(task, released=released))
 
     async def _is_surely_gone(self, id: str, node: str) -> bool:
-        """A client that is in touch with its server ends what the server has forgotten: seen missing for the time of
-        grace with its node ready, nothing of it is left."""
-        now_ms = self._clock_ms()
-        since_ms = self._missing_since_ms.setdefault(id, now_ms)
-        ready = {one.id for one in await self._api.nodes() if one.status == "ready"}
-        if (
-            now_ms - since_ms >= self._api.settings.missing_grace_seconds * 1000
-            and self._wishes.nomad_node(node) in ready
-        ):
+        """Asked again until it is."""
+        if self._was_missed_for_long(id, node, await self._ready_nodes()):
             return True
         self._wishes.hint_later(id, self._api.settings.poll_seconds)
         return False
 
+    def _was_missed_for_long(self, id: str, node: str, ready: Set[str]) -> bool:
+        """A client that is in touch with its server ends what the server has forgotten: seen missing for the time of
+        grace with its node ready, nothing of it is left."""
+        now_ms = self._clock_ms()
+        self._missing_since_ms.setdefault(id, now_ms)
+        if self._wishes.nomad_node(node) not in ready:
+            self._missed_since_ms.pop((id, node), None)
+            return False
+        since_ms = self._missed_since_ms.setdefault((id, node), now_ms)
+        return now_ms - since_ms >= self._api.settings.missing_grace_seconds * 1000
 
-def _nodes_of(job: JobSeen) -> Mapping[int, str]:
-    """Serai's node of each task: it stands in the task's own environment, so it outlives a node's registration."""
-    nodes = {}
-    for group in job.task_groups or ():
-        env = next((task.env for task in group.tasks or ()), None) or {}
-        number = group.name.rpartition("-")[2]
-        if number.isdecimal():
-            nodes[int(number)] = env.get("SERAI_NODE", "")
-    return nodes
+    async def _ready_nodes(self) -> Set[str]:
+        return {one.id for one in await self._api.nodes() if one.status == "ready"}
+
+
+def _is_over(task: Task) -> bool:
+    return task.state is TaskState.EXITED and task.released
 
 
 def _failed(

@@ -19,6 +19,7 @@ from jobspecs.spec import JobSpec, TaskSpec
 from tests.fakenomad import Container, FakeNomad, NomadServer
 from vgpu.isolation.settings import Device, GpuSettings
 from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import Slice
 
 IMAGE = "serai-test:1"
 PATIENCE_SECONDS = 30.0
@@ -34,6 +35,7 @@ class Records:
     is confirmed is never overwritten."""
 
     live_jobs: dict[str, Job] = field(factory=dict)
+    waiting_jobs: dict[str, Job] = field(factory=dict)
     tasks: dict[str, Task] = field(factory=dict)
     history: list[Task] = field(factory=list)
     changed: asyncio.Event = field(factory=asyncio.Event)
@@ -115,10 +117,16 @@ class World:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def job(
-        self, *commands: tuple[str, ...], nodes: tuple[str, ...] = (), image: str = IMAGE, attempt: int = 1
+        self,
+        *commands: tuple[str, ...],
+        nodes: tuple[str, ...] = (),
+        image: str = IMAGE,
+        attempt: int = 1,
+        gpu: str = "",
     ) -> Job:
-        """A live job with one task for each command; on the first node unless told."""
+        """A live job with one task for each command; on the first node unless told, and each on the GPU."""
         self._count += 1
+        slices = (Slice(gpu, 16_384, 1000, "exclusive"),) if gpu else ()
         where = nodes or (next(iter(self.nodes)),) * len(commands)
         job = Job(
             id=f"01jd3x8k{self._count:08d}",
@@ -134,7 +142,7 @@ class World:
             attempt=attempt,
             allocation=Allocation(
                 attempt,
-                tuple(TaskPlacement(n, node, (), 100, 64) for n, node in enumerate(where)),
+                tuple(TaskPlacement(n, node, slices, 100, 64) for n, node in enumerate(where)),
                 self.now_ms,
             ),
         )
@@ -163,17 +171,22 @@ class World:
         for placed in job.allocation.tasks:
             spec = job.spec.task(placed.task)
             devices = (Device(device, "/dev/nvidia0"),) if device else ()
+            seen = {
+                "NVIDIA_VISIBLE_DEVICES": ",".join(piece.gpu for piece in placed.slices),
+                "SERAI_GPU_MEMORY_MIB": ",".join(str(piece.memory_mib) for piece in placed.slices),
+            }
             container = ContainerSettings(
                 task=placed.task,
                 image=spec.image,
                 command=spec.command,
-                env={**(env or {}), "SERAI_NODE": placed.node},
+                env={**(env or {}), **(seen if placed.slices else {}), "SERAI_NODE": placed.node},
                 gpu=GpuSettings(devices=devices),
                 cpu_milli=100,
                 memory_mib=memory_mib,
                 shm_mib=16,
                 stop_grace_seconds=1,
                 labels={"serai.job": job.id, "serai.attempt": str(job.attempt)},
+                slices=placed.slices,
             )
             by_node.setdefault(placed.node, []).append(container)
         return [

@@ -10,7 +10,8 @@ from attrs import evolve
 from msgspec.structs import replace
 
 from coordinator.engines import EngineRefused, EngineUnavailable, LogsExpired
-from coordinator.model import JobState, TaskState
+from coordinator.engines.nomad import NomadEngine
+from coordinator.model import Job, JobState, TaskState
 from tests.contract.nomad_world import World, fake_world, sh
 
 LONG = sh("sleep 3600")
@@ -371,6 +372,117 @@ async def test_second_copy_that_came_while_nobody_looked_is_withdrawn(world: Wor
     released = await world.until_released(job)
     assert released.container == lost.container
     assert [container.running for container in world.containers(job)] == [False, False]
+
+
+async def _given_up(world: World, engine: NomadEngine, job: Job) -> None:
+    """As by the leader, with the node of the job: over for the store, and withdrawn."""
+    del world.records.live_jobs[job.id]
+    world.records.tasks.clear()
+    await engine.stop(job.id, job.attempt, job.tenant)
+
+
+async def _cannot_launch(world: World, engine: NomadEngine, job: Job) -> None:
+    with pytest.raises(EngineUnavailable, match="may still use a GPU"):
+        await world.launch(engine, job)
+    assert world.containers(job) == []
+
+
+@pytest.mark.parametrize("same_leader", [True, False])
+async def test_a_gpu_is_not_used_beside_what_was_given_up_on_it(world: World, same_leader: bool) -> None:
+    """RR-11: a node that is back gets nothing where Nomad has not ended what was lost with it, whoever leads by then."""
+    engine, job = world.engine(), world.job(LONG, gpu="GPU-1")
+    world.observe(engine)
+    await world.launch(engine, job)
+    await world.until_state(job, TaskState.RUNNING)
+    world.fake.clients.down(world.nodes["n1"])
+    assert engine.occupied() == {}, "it is live"
+    await _given_up(world, engine, job)
+    if not same_leader:
+        engine = world.engine()
+        world.observe(engine)
+        await world.until(engine.occupied)
+    assert engine.occupied() == {"n1": {"GPU-1": (f"{job.id}.1.0",)}}
+    beside, next_one = world.job(LONG, gpu="GPU-2"), world.job(LONG, gpu="GPU-1")
+    await world.launch(engine, beside)
+    await _cannot_launch(world, engine, next_one)
+    world.fake.clients.up(world.nodes["n1"])
+    await world.until(lambda: not engine.occupied())
+    assert not world.containers(job)[0].running
+    await world.launch(engine, next_one)
+    await world.until_state(next_one, TaskState.RUNNING)
+
+
+async def test_the_next_leader_withdraws_what_a_newer_attempt_stands_for(world: World) -> None:
+    """It need not be seen twice by the sweep: the store says that the attempt is over."""
+    before, job = world.engine(), world.job(LONG, gpu="GPU-1")
+    await world.launch(before, job)
+    del world.records.live_jobs[job.id]
+    world.records.waiting_jobs[job.id] = replace(job, attempt=2, allocation=None, state=JobState.PENDING)
+    world.observe(world.engine())
+    await world.until(lambda: world.nomad_job(job)["Stop"])
+    assert not world.containers(job)[0].running
+
+
+async def test_launches_wait_until_it_is_known_what_is_left_of_earlier_attempts(world: World) -> None:
+    before, job = world.engine(), world.job(LONG, gpu="GPU-1")
+    await world.launch(before, job)
+    del world.records.live_jobs[job.id]
+    engine, next_one = world.engine(request_seconds=0.2), world.job(LONG, gpu="GPU-1")
+    world.web.answers += [("GET", "/v1/jobs", 500, "no leader")] * 20
+    world.observe(engine)
+    await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailable, match="has not told yet"):
+        await world.launch(engine, next_one)
+    world.web.answers.clear()
+    await world.until(engine.occupied)
+    await _cannot_launch(world, engine, next_one)
+
+
+async def test_what_was_sent_and_is_not_there_is_waited_for_before_its_gpu_is_used(world: World) -> None:
+    """The register may still be on its way when the job is given up."""
+    engine, job = world.engine(relist_seconds=0.1), world.job(LONG, gpu="GPU-1")
+    await world.launch(engine, world.job(LONG))
+    world.observe(engine)
+    await world.listed()
+    del world.records.live_jobs[job.id]
+    next_one = world.job(LONG, gpu="GPU-1")
+    await _cannot_launch(world, engine, next_one)
+    await world.until(lambda: world.looks(job) >= 2)
+    assert engine.occupied()
+    world.now_ms += 10_000
+    await world.until(lambda: not engine.occupied())
+    await world.launch(engine, next_one)
+
+
+async def test_a_node_that_is_another_client_now_is_not_kept_for_what_the_old_one_had(world: World) -> None:
+    engine, job = world.engine(relist_seconds=0.1), world.job(LONG, gpu="GPU-1")
+    world.observe(engine)
+    await world.launch(engine, job)
+    await world.until_state(job, TaskState.RUNNING)
+    world.fake.clients.down(world.nodes["n1"])
+    await _given_up(world, engine, job)
+    await world.listed(2)
+    assert engine.occupied()
+    world.nodes["n1"] = world.fake.add_node("gpu-node-1").id
+    await world.until(lambda: not engine.occupied())
+
+
+async def test_what_is_lost_for_the_server_and_unknown_to_its_client_is_not_waited_for(world: World) -> None:
+    engine, job = world.engine(relist_seconds=0.1), world.job(LONG, gpu="GPU-1")
+    world.observe(engine)
+    await world.launch(engine, job)
+    await world.until_state(job, TaskState.RUNNING)
+    world.fake.clients.down(world.nodes["n1"])
+    world.fake.clients.expire_disconnect(world.nodes["n1"])
+    await _given_up(world, engine, job)
+    world.now_ms += 60_000
+    await world.listed(2)
+    assert engine.occupied(), "its node is away"
+    world.fake.clients.up(world.nodes["n1"], sync=False)
+    await world.listed(2)
+    assert engine.occupied(), "it is only just back"
+    world.now_ms += 10_000
+    await world.until(lambda: not engine.occupied())
 
 
 async def test_gang_that_lost_a_node_is_ended_whole(world: World) -> None:

@@ -204,6 +204,11 @@ def _nomad_events_lost(world: World, fault: Fault) -> None:
     world.loop.later(fault.seconds, setattr, world.nomad, "loses_events", False)
 
 
+def _nomad_client_cut(world: World, fault: Fault) -> None:
+    """The client alone: Serai's agent beside it is reached."""
+    world.nomad.cut(_node(world, fault).name, fault.seconds)
+
+
 def _nomad_restart(world: World, fault: Fault) -> None:
     world.nomad.restart()
 
@@ -237,4 +242,5 @@ KINDS: Mapping[str, Callable[[World, Fault], None]] = {
     "nomad_down": _nomad_down,
     "nomad_events_lost": _nomad_events_lost,
     "nomad_restart": _nomad_restart,
+    "nomad_client_cut": _nomad_client_cut,
 }

@@ -59,7 +59,8 @@ class NomadFates(Protocol):
 
 @define(eq=False)
 class Copy:
-    """An allocation: as the server knows it (`seen`), and the container on the machine."""
+    """An allocation: as the server knows it (`seen`), and the container on the machine. `is_wanted` is the server's
+    wish; a client that is cut off has not heard that it is over (`is_told_to_end`)."""
 
     id: str
     job_id: str
@@ -71,7 +72,8 @@ class Copy:
     seen: AllocationSeen
     box: Box | None = None
     is_wanted: bool = True
-    is_taken: bool = False
+    is_told_to_end: bool = False
+    boot: int | None = None  # of the machine when its client took it
     failure: str = ""
     was_killed: bool = False
     is_over: bool = False
@@ -112,6 +114,7 @@ class NomadServer:
         self.copies: list[Copy] = []
         self.index = 1
         self.cut_since: dict[str, float] = {}
+        self.cut_until: dict[str, float] = {}
         self.listeners: list[asyncio.Queue[frozenset[str]]] = []
         self.past: list[str] = []  # events that a server which was started again tells once more
         self.starts = 0
@@ -204,13 +207,15 @@ class NomadServer:
         """The client hears what is wanted of it, when it can."""
         if not self._is_reached(copy.machine):
             return
-        if copy.is_wanted and not copy.is_taken:
-            copy.is_taken = True
-            launch = dict(word.split("=") for word in copy.container.command[1:]).get("launch", "ok")
+        if copy.is_wanted and copy.boot is None:
+            copy.boot = copy.machine.boots
+            words = dict(word.split("=") for word in copy.container.command[1:])
+            launch = words.get("launch", "ok")
             seconds = 6.0 if launch == "slow" else self.random.uniform(0.05, 0.4)
-            self.loop.later(seconds, self._run, copy, launch, copy.machine.boots)
+            seconds += int(words.get("pull_ms", 0)) / 1000
+            self.loop.later(seconds, self._run, copy, launch)
         elif not copy.is_wanted:
-            copy.is_taken = True
+            copy.is_told_to_end = True
             if copy.box is not None and copy.box.state is Observed.RUNNING:
                 copy.was_killed = True
                 copy.machine.terminate(copy.box, copy.container.stop_grace_seconds)
@@ -218,14 +223,14 @@ class NomadServer:
                 copy.is_over = True
                 self._push(copy)
 
-    def _run(self, copy: Copy, launch: str, boot: int) -> None:
+    def _run(self, copy: Copy, launch: str) -> None:
         machine = copy.machine
-        if copy.is_over or not machine.is_up or machine.boots != boot:
+        if copy.is_over or not machine.is_up or machine.boots != copy.boot:
             return
         if launch in ("image", "refused"):
             text = "manifest unknown" if launch == "image" else "the engine says no"
             copy.failure, copy.is_over = text, True
-        elif not copy.is_wanted:
+        elif copy.is_told_to_end:
             copy.is_over = True
         else:
             copy.box = machine.create(copy.key, copy.container, foreign=True)
@@ -260,9 +265,11 @@ class NomadServer:
         self.announce(copy.job_id)
 
     def cut(self, name: str, seconds: float) -> None:
+        """The client of the machine is out of touch with the server, at least for so long."""
         self.cut_since.setdefault(name, self.loop.time())
+        until = self.cut_until[name] = max(self.cut_until.get(name, 0.0), self.loop.time() + seconds)
         self.loop.later(UNKNOWN_AFTER_SECONDS, self._miss, name)
-        self.loop.later(seconds, self.mend, name)
+        self.loop.later(seconds, lambda: until < self.cut_until.get(name, 0.0) or self.mend(name))
 
     def _miss(self, name: str) -> None:
         if self.node_is_ready(name):
@@ -285,9 +292,11 @@ class NomadServer:
     def mend(self, name: str) -> None:
         """The client is back: it says what there is, and hears what is wanted."""
         self.cut_since.pop(name, None)
+        self.cut_until.pop(name, None)
         for copy in self.copies:
             if copy.machine.name == name and not copy.seen.is_ended:
-                if copy.is_taken and copy.box is None and not copy.failure:
+                was_restarted = copy.boot is not None and copy.boot != copy.machine.boots
+                if was_restarted and copy.box is None and not copy.failure:
                     copy.is_over = True
                 self._push(copy)
                 self.loop.later(0.1, self._tell_client, copy)
