@@ -269,7 +269,7 @@ class NomadServer:
         self.cut_since.setdefault(name, self.loop.time())
         until = self.cut_until[name] = max(self.cut_until.get(name, 0.0), self.loop.time() + seconds)
         self.loop.later(UNKNOWN_AFTER_SECONDS, self._miss, name)
-        self.loop.later(seconds, lambda: until < self.cut_until.get(name, 0.0) or self.mend(name))
+        self.loop.later(seconds, self._mend_if_over, name, until)
 
     def _miss(self, name: str) -> None:
         if self.node_is_ready(name):
@@ -288,6 +288,10 @@ class NomadServer:
                     task_states=states,
                 )
                 self.announce(copy.job_id)
+
+    def _mend_if_over(self, name: str, until: float) -> None:
+        if self.cut_until.get(name, 0.0) <= until:
+            self.mend(name)
 
     def mend(self, name: str) -> None:
         """The client is back: it says what there is, and hears what is wanted."""

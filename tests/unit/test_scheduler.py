@@ -16,6 +16,7 @@ from coordinator.commit import Committer, Intent, LeadershipLost, Outcome
 from coordinator.config import Settings
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.cycle_metrics import CycleMetrics
+from coordinator.engines import Engine, Occupied
 from coordinator.engines.agent import AgentEngine
 from coordinator.fairness import Policy, policy_from
 from coordinator.guard import ASIDE_MS
@@ -63,7 +64,8 @@ class Term:
         self._following = asyncio.create_task(self.replica.run())
         make_committer = cast(type[Committer], parts.get("committer", Committer))
         committer = make_committer(store, settings, Leadership(name, "", 0), 0, revision)
-        engine, policy = AgentEngine(_nowhere), policy_from(SETTINGS)
+        engine = cast(Engine, parts.get("engine", AgentEngine(_nowhere)))
+        policy = policy_from(SETTINGS)
         self.scheduler = Scheduler(
             self.replica,
             engine,
@@ -73,7 +75,7 @@ class Term:
             lambda: self.now_ms,
             self.metrics,
             Index(),
-            **{name: part for name, part in parts.items() if name != "committer"},  # type: ignore[arg-type]
+            **{name: part for name, part in parts.items() if name not in ("committer", "engine")},  # type: ignore[arg-type]
         )
 
     async def turn_until_quiet(self) -> None:
@@ -289,7 +291,7 @@ async def test_an_allocation_that_is_not_whole_is_not_committed(
         return evolve(
             plan,
             placements=tuple(
-                evolve(p, allocation=maimed) if p.job.id == "j1" else p for p in plan.placements
+                p._replace(allocation=maimed) if p.job.id == "j1" else p for p in plan.placements
             ),
         )
 
@@ -476,3 +478,32 @@ async def test_the_log_says_once_whose_clock_is_off(caplog: pytest.LogCaptureFix
         ]
         assert await _live(store) == ["j1"]
         await term.freeze()
+
+
+class Reluctant(AgentEngine):
+    """An engine that may still run something on the GPU of a node."""
+
+    def __init__(self) -> None:
+        super().__init__(_nowhere)
+        self.left: Occupied = {"n1": {"GPU-n1-0": ("old.1.0",)}, "n9": {"GPU-n9-0": ("older.1.0",)}}
+
+    def occupied(self) -> Occupied:
+        return self.left
+
+
+@pytest.mark.looptime
+async def test_what_the_engine_may_still_run_is_not_given_away_before_it_is_gone() -> None:
+    """RR-11: nothing is written when it is gone, so the leader looks again by itself."""
+    engine = Reluctant()
+    async with _cluster(job("j1"), nodes=1) as store:
+        term = await _elect(store, "c1", {"engine": engine})
+        leading = asyncio.create_task(term.scheduler.run())
+        await asyncio.sleep(30)
+        waiting = term.replica.cluster.waiting_jobs["j1"]
+        assert waiting.reason is not None
+        assert waiting.reason.code is ReasonCode.NOT_ENOUGH_IDLE_GPUS
+        engine.left = {}
+        await asyncio.sleep(1.1)
+        assert "j1" in term.replica.cluster.live_jobs
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
