@@ -8,6 +8,7 @@ number for each.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +20,7 @@ from coordinator import kernels as k
 from coordinator.fit import Fit
 from coordinator.freeing import Change, Found, Holder, Holdings, Lease
 from coordinator.index import Index
-from coordinator.nodes import Constraints
+from coordinator.nodes import Constraints, NodeView
 from coordinator.placement import Draft
 from coordinator.snapshot import TaskShape
 from coordinator.tables import BITS, NAMES, Table
@@ -53,6 +54,7 @@ class Memo:
         self._taken: dict[int, tuple[ref[Draft], int]] = {}
         self._log: list[int] = []
         self._shapes: dict[tuple[TaskShape, Constraints], _Kept] = {}
+        self._named: dict[bytes, frozenset[str]] = {}
 
     def catch_up(self, index: Index, holdings: Holdings) -> None:
         """Who holds what, as of the draft that `holdings` are of."""
@@ -65,12 +67,18 @@ class Memo:
         number = index._nodes.number
         draft = ref(holdings.draft)
         taken = {number[node]: (draft, len(spots)) for node, spots in holdings.taken.items()}
-        changed |= {n for n, mark in self._taken.items() if taken.get(n) != mark}
+        untaken = {n for n, mark in self._taken.items() if taken.get(n) != mark}
+        changed |= untaken
         changed |= {n for n, mark in taken.items() if self._taken.get(n) != mark}
         self._taken = taken
         names = index._nodes.names
+        views = holdings.draft.views
         for n in changed:
-            self._see(n, holdings.outlook(names[n]))
+            view, before = views[names[n]], self._views[n]
+            self._views[n] = view
+            self.entered[n] += 1
+            if n in taken or n in untaken or before is None or not _is_held_alike(view, before):
+                self._see(n, holdings.outlook(names[n]))
         self._log += changed
         if len(self._log) > 4 * len(names) + 64:
             self._log.clear()
@@ -86,7 +94,9 @@ class Memo:
         # The first end there: one of those that are known, or so long from now; and how busy it is at least.
         self.absolute, self.relative = (np.full(count, f.NEVER_MS, np.int64) for _ in range(2))
         self.least_busy = np.zeros(count, np.int64)
-        self.entered = np.zeros(count, np.int64)  # how often it was
+        self.entered = np.zeros(count, np.int64)  # how often it changed
+        self._views: list[NodeView | None] = [None] * count
+        self._named.clear()
         self._of_build = {view.row.build: view for view in index._nodes.views}
         self._taken.clear()
         self._log.clear()
@@ -95,7 +105,6 @@ class Memo:
 
     def _see(self, n: int, outlook: tuple[int, int, int]) -> None:
         """Who holds the node is entered when somebody must know."""
-        self.entered[n] += 1
         self.lengths[n] = -1
         self._stopping -= bool(self.relative[n] != f.NEVER_MS)
         self.absolute[n], self.relative[n], self.least_busy[n] = outlook
@@ -126,6 +135,15 @@ class Memo:
             self.held = np.concatenate([self.held, np.zeros_like(self.held)])
         self.starts[n], self._room[n] = self._used, length
         self._used += length
+
+    def named(self, index: Index, mask: NDArray[np.bool_]) -> frozenset[str]:
+        """The names of these nodes; equal sets are one object, which tells at once that they are equal."""
+        key = np.packbits(mask).tobytes()
+        if len(self._named) > _MOST_SHAPES:
+            self._named.clear()
+        if key not in self._named:
+            self._named[key] = frozenset([index._nodes.names[n] for n in np.flatnonzero(mask).tolist()])
+        return self._named[key]
 
     def ask(self, index: Index, holdings: Holdings, task: TaskShape, constraints: Constraints) -> Answers:
         """What frees soonest for all tasks of this kind of one job; `catch_up` comes first."""
@@ -222,7 +240,7 @@ class Answers:
     def usable(self) -> frozenset[str]:
         """The nodes that are open to the job and could take it when empty."""
         if self._kept.names is None:
-            self._kept.names = frozenset(self._names(self._kept.usable))
+            self._kept.names = self._memo.named(self._index, self._kept.usable)
         return self._kept.names
 
     @property
@@ -310,6 +328,14 @@ class Answers:
     def _names(self, mask: NDArray[np.bool_]) -> list[str]:
         names = self._index._nodes.names
         return [names[n] for n in np.flatnonzero(mask).tolist()]
+
+
+def _is_held_alike(view: NodeView, before: NodeView) -> bool:
+    """Whether the same tasks hold the same GPUs of the node."""
+    if view.uses is before.uses:
+        return view.inventory is before.inventory
+    same_uses = len(view.uses) == len(before.uses) and all(map(operator.is_, view.uses, before.uses))
+    return same_uses and view.inventory is before.inventory
 
 
 _MEMOS: WeakKeyDictionary[Index, Memo] = WeakKeyDictionary()

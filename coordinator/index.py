@@ -12,7 +12,7 @@ that the compiled rules do not know (MIG instances, more than eight GPUs) are an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 
 import numpy as np
@@ -50,6 +50,9 @@ _EMPTY = (0,) * k.GPUS
 Fallback = Callable[[str], Fit | ReasonCode]
 # More shapes than this are forgotten between two cycles: what nobody asks for any more would fill the memory.
 _MOST_SHAPES = 2048
+# So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
+_MOST_TWINS = 3
+_MANY = 16
 
 
 @frozen
@@ -74,7 +77,11 @@ class Index:
         self._position: list[int] = []
         self._touched: set[int] = set()
         self._held: frozenset[str] = frozenset()
-        self._others: dict[str, Index] = {}
+        self._others: dict[str, list[Index]] = {}
+        # Places of nodes as they were read; of a twin whose it follows, and how far it came.
+        self._reads: list[int] = []
+        self._parent: Index | None = None
+        self._followed = self._reads, 0
         self._python_rows: dict[int, Row] = {}
         self._odd_nodes: set[int] = set()
         self._builds: dict[NodeBuild, int] = {}
@@ -100,9 +107,13 @@ class Index:
         before is undone. `held` nodes refuse everybody; those that did so before cost nothing."""
         if len(self._asked) > _MOST_SHAPES:
             self._forget_shapes()
-        if self._snapshot is None or not self._follow(snapshot, rows or {}):
+        if self._parent is not None:
+            self._take_over(self._parent, snapshot)
+        elif self._snapshot is None or not self._follow(snapshot):
             self._rebuild(snapshot)
         self._snapshot = snapshot
+        self._touched.difference_update([self._nodes.number[name] for name in rows or ()])
+        self._restore()
         self.hold(held)
         self.put(rows or {})
         if snapshot.worth is not self.worth:
@@ -120,25 +131,50 @@ class Index:
         """Cold again, as after a failure in the middle of a change."""
         self.__init__()  # type: ignore[misc]
 
-    def beside(self, purpose: str) -> Index:
-        """An index for another draft of the same cycle, kept for the same purpose in the next one."""
-        if purpose not in self._others:
-            self._others[purpose] = self._twin()
-        return self._others[purpose]
+    def beside(self, purpose: str, held: frozenset[str] = frozenset()) -> Index:
+        """An index for another draft of the same cycle, kept for the same purpose in the next one. Of one purpose there
+        are a few where those differ much that refuse everybody: each of their answers would be found anew."""
+        twins = self._others.setdefault(purpose, [])
+        for twin in twins:
+            if twin._held is held:
+                return twin
+        differ = [len(held ^ twin._held) for twin in twins]
+        few = len(self._nodes.names) // _MANY if len(twins) < _MOST_TWINS else len(self._nodes.names)
+        if not twins or min(differ) > few:
+            twins.append(self._twin())
+            return twins[-1]
+        return twins[differ.index(min(differ))]
 
     def _twin(self) -> Index:
-        """One that knows the same of the nodes, and of shapes nothing yet: others ask there. Reading all nodes again
-        would take a hundred times as long."""
+        """One that knows the same of the nodes, and of shapes nothing yet: others ask there. From now on it follows this
+        one, which has looked at the nodes of a snapshot when it is asked for."""
         twin = Index()
         for name, value in vars(self).items():
             if name not in ("_keys", "_minima"):  # what all shapes know is large
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
-        twin._others = {}
+        twin._others, twin._parent, twin._reads = {}, self, []
+        twin._followed = self._reads, len(self._reads)
         twin._nodes = copy(self._nodes)
-        twin._nodes.views, twin._nodes.builds = self._nodes.views.copy(), self._nodes.builds.copy()
+        twin._nodes.builds = self._nodes.builds.copy()
         twin._forget_shapes()
         return twin
+
+    def _take_over(self, parent: Index, snapshot: Snapshot) -> None:
+        """What the other one has read since."""
+        assert parent._snapshot is snapshot
+        log, length = self._followed
+        numbers = set(log[length:] if log is parent._reads else range(len(self._base)))
+        self._followed = parent._reads, len(parent._reads)
+        if numbers:
+            changed = np.fromiter(numbers, np.int64, len(numbers))
+            base = parent._base[changed]
+            base[:, k.STATE] &= k.HELD - 1
+            base[:, k.STATE] |= k.HELD * self._is_held[changed]
+            self._base[changed] = base
+            for number in numbers:
+                self._read_labels(number, self._nodes.views[number])
+            self._note(numbers)
 
     def price(self, worth: Worth | None) -> None:
         """New prices change every answer."""
@@ -146,9 +182,8 @@ class Index:
         self._set_prices(worth)
         self._position = [-1] * len(self._position)
 
-    def _follow(self, snapshot: Snapshot, rows: Mapping[str, Row]) -> bool:
-        """Reads anew the nodes that changed, and those that a draft did, unless they get another row now anyway; False
-        where so much changed that all must be read."""
+    def _follow(self, snapshot: Snapshot) -> bool:
+        """Reads anew the nodes that changed; False where so much changed that all must be read."""
         assert self._snapshot is not None
         nodes, changed = self._nodes, []
         if len(snapshot.nodes) != len(nodes.views) or snapshot.settings is not self._snapshot.settings:
@@ -161,17 +196,17 @@ class Index:
             old = nodes.views[number]
             if view is old:
                 continue
-            is_same_build = view.row.build is old.row.build or view.row.build == old.row.build
-            if view.location != old.location or not is_same_build:
+            build, known = view.row.build, old.row.build
+            if view.location is not old.location and view.location != old.location:
                 return False
-            changed.append((number, view))
-        for number, view in changed:
-            if view.labels != nodes.views[number].labels:
+            if build is not known and build != known:
+                return False
+            changed.append((number, view, view.row.pieces == old.row.pieces))
+        for number, view, _ in changed:
+            old, nodes.views[number] = nodes.views[number], view
+            if view.labels is not old.labels and view.labels != old.labels:
                 self._read_labels(number, view)
-            nodes.views[number] = view
         self._read(changed)
-        self._touched.difference_update([self._nodes.number[name] for name in rows])
-        self._restore()
         return True
 
     def _rebuild(self, snapshot: Snapshot) -> None:
@@ -179,6 +214,7 @@ class Index:
         self._others.clear()
         self._touched.clear()
         self._held = frozenset()
+        self._is_held = np.zeros(len(nodes.views), np.int64)
         self._python_rows.clear()
         self._odd_nodes.clear()
         self._fits.clear()
@@ -195,20 +231,30 @@ class Index:
         self._logged = 0
         self._place_rank = nodes.whole_ranks()
         self._forget_shapes()
-        self._read(list(enumerate(nodes.views)))
-        self._restore()
+        self._read([(number, view, False) for number, view in enumerate(nodes.views)])
         self._set_prices(self.worth)
 
-    def _read(self, views: Sequence[tuple[int, NodeView]]) -> None:
-        """What the snapshot says of these nodes now; `_restore` makes it hold."""
-        if views:
-            numbers = [number for number, _ in views]
-            rows = [self._encoded(number, view) for number, view in views]
-            for number, row in zip(numbers, rows, strict=True):
-                self._note_build(number, row[k.BUILD])
-            self._base[numbers] = rows
-            self._touched.update(numbers)
-            self.reread.update(numbers)
+    def _read(self, views: Sequence[tuple[int, NodeView, bool]]) -> None:
+        """What the snapshot says of these nodes now, and whether their GPUs are as they were; `_restore` makes it hold."""
+        like = [number for number, _, is_like in views if is_like]
+        if like:
+            self._base[like, : k.BUILD] = [
+                self._head(view, view.row) for _, view, is_like in views if is_like
+            ]
+        other = [number for number, _, is_like in views if not is_like]
+        if other:
+            self._base[other] = [
+                self._encoded(number, view) for number, view, is_like in views if not is_like
+            ]
+        self._note([number for number, _, _ in views])
+
+    def _note(self, numbers: Collection[int]) -> None:
+        """Their nodes were read anew."""
+        self._touched.update(numbers)
+        self.reread.update(numbers)
+        if len(self._reads) > 4 * len(self._base):
+            self._reads = []  # who follows takes everything over
+        self._reads += numbers
 
     def _restore(self) -> None:
         """Undoes what a draft did."""
@@ -218,12 +264,15 @@ class Index:
                 self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
                 self._log, self._logged,
             )  # fmt: skip
-            for number in self._touched:
+            for number, build in zip(touched.tolist(), self._base[touched, k.BUILD].tolist(), strict=True):
+                self._note_build(number, build)
                 self._python_rows.pop(number, None)
             self._touched.clear()
 
     def _read_labels(self, number: int, view: NodeView) -> None:
         for constraints, place in self._constraints.items():
+            if not constraints:
+                continue
             has = view.has_labels(constraints)
             if self._labels[place, number] != has:
                 self._labels[place, number] = has
@@ -252,23 +301,16 @@ class Index:
 
     def _encoded(self, number: int, view: NodeView, known: Row | None = None) -> list[int]:
         row = view.row if known is None else known
-        code = view.closed_to_work
-        state = 0 if code is None else STATES[code]
-        if view.name in self._held:
-            state |= k.HELD
+        head = self._head(view, row)
         build = self._build(row.build)
         mib, milli, names, is_open = zip(*row.pieces, strict=True) if row.pieces else ((), (), (), ())
         sharing = [*map(sharing_of, names, is_open)]
         if build < 0 or None in sharing:
-            idle = row.idle_gpus
-            head = [row.cpu_milli, row.memory_mib, state, -1, 0, self._place_rank[number], 0, idle]
-            return head + [0] * (k.WIDTH - len(head))
+            return [*head, -1, 0, self._place_rank[number], 0, row.idle_gpus] + [0] * (k.WIDTH - k.PIECES)
         model = self._models.setdefault(row.build.gpus[0].model, len(self._models)) if mib else 0
         empty = _EMPTY[len(mib) :]
         return [
-            row.cpu_milli,
-            row.memory_mib,
-            state,
+            *head,
             build,
             len(mib),
             self._place_rank[number],
@@ -281,6 +323,11 @@ class Index:
             *[share or 0 for share in sharing],
             *empty,
         ]
+
+    def _head(self, view: NodeView, row: Row) -> tuple[int, int, int]:
+        code = view.closed_to_work
+        state = 0 if code is None else STATES[code]
+        return row.cpu_milli, row.memory_mib, state | k.HELD if view.name in self._held else state
 
     def _build(self, build: NodeBuild) -> int:
         """Its place in the table of builds; -1 where the compiled rules do not know it."""
@@ -331,6 +378,7 @@ class Index:
             return
         numbers = np.array([self._nodes.number[node] for node in nodes ^ self._held], np.int64)
         self._held = nodes
+        self._is_held[numbers] ^= 1
         self._logged = k.hold(self._rows, self._base, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:

@@ -82,7 +82,7 @@ class Draft:
 
     def beside(self, rows: Mapping[str, Row], purpose: str, held: frozenset[str] = frozenset()) -> Draft:
         """Another draft on the snapshot with these rows instead of its own. Of each purpose one is in use at a time."""
-        index = None if self._index is None else self._index.beside(purpose)
+        index = None if self._index is None else self._index.beside(purpose, held)
         return Draft(self.snapshot, rows, self._ignore_state, index, held)
 
     def put(self, rows: Mapping[str, Row]) -> None:
