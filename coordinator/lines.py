@@ -81,7 +81,7 @@ class _Line:
 
     def lend(self) -> JobLine:
         if self.lent is None:
-            self.lent = JobLine(self.jobs, self.start, self.limited)
+            self.lent = JobLine(self.jobs, self.start, len(self.jobs), self.jobs[self.start], self.limited)
             self.owns = False
         return self.lent
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from attrs import define, frozen
+from msgspec import Struct
 
 from coordinator.fit import matches_model
 from coordinator.lines import TenantLines
@@ -146,8 +147,7 @@ class Order:
         return last
 
 
-@frozen(eq=False)
-class Front:
+class Front(Struct, frozen=True, eq=False, gc=False):
     """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set, `limited`
     those in which a job has a limit of its time. Nobody came before `oldest_ms`."""
 
@@ -161,8 +161,7 @@ class Front:
 _NOBODY = Front({}, 0, 0, NO_USE, NEVER_MS)
 
 
-@frozen(eq=False)
-class Lineup:
+class Lineup(Struct, frozen=True, eq=False):
     """The fronts of all tenants with somebody waiting, and the order that their sets are in."""
 
     order: Order

@@ -119,42 +119,39 @@ class LineKey(Struct, frozen=True, cache_hash=True):
     shape: Shape
 
 
-class JobLine(Sequence[Job]):
-    """The waiting jobs of one tenant, one priority and one shape, oldest first, as they were at one moment: a part of a
-    list that only grows behind it. It is never empty. `first` is the oldest job, `limited` how many have a limit of
-    their time."""
+class JobLine(Struct, eq=False, gc=False):
+    """The waiting jobs of one tenant, one priority and one shape, oldest first, as they were at one moment: `jobs` from
+    `start` to `stop`, a list that only grows behind it. It is never empty. `first` is the oldest job, `limited` how many
+    have a limit of their time."""
 
-    __slots__ = ("_jobs", "_quickest_ms", "_start", "_stop", "first", "limited")
-
-    def __init__(self, jobs: list[Job], start: int, limited: int) -> None:
-        self._jobs = jobs
-        self._start = start
-        self._stop = len(jobs)
-        self._quickest_ms: int | None = None
-        self.first = jobs[start]
-        self.limited = limited
+    jobs: list[Job]
+    start: int
+    stop: int
+    first: Job
+    limited: int
+    quickest: int | None = None  # `quickest_ms`, once somebody has asked
 
     @classmethod
     def of(cls, jobs: Iterable[Job]) -> JobLine:
         """A line of these jobs, in their order."""
         line = [*jobs]
-        return cls(line, 0, sum(job.spec.max_runtime_seconds is not None for job in line))
+        limited = sum(job.spec.max_runtime_seconds is not None for job in line)
+        return cls(line, 0, len(line), line[0], limited)
 
     @property
     def quickest_ms(self) -> int:
         """How long the job with a limit runs at most that runs shortest, as far as a search goes."""
-        if self._quickest_ms is None:
-            jobs = self[:SEARCH_DEPTH]
+        if self.quickest is None:
             limits = [
                 1000 * job.spec.max_runtime_seconds - job.ran_ms
-                for job in jobs
+                for job in self[:SEARCH_DEPTH]
                 if job.spec.max_runtime_seconds is not None
             ]
-            self._quickest_ms = min(limits, default=NEVER_MS)
-        return self._quickest_ms
+            self.quickest = min(limits, default=NEVER_MS)
+        return self.quickest
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self.stop - self.start
 
     @overload
     def __getitem__(self, place: int) -> Job: ...
@@ -162,18 +159,18 @@ class JobLine(Sequence[Job]):
     def __getitem__(self, place: slice) -> tuple[Job, ...]: ...
     def __getitem__(self, place: int | slice) -> Job | tuple[Job, ...]:
         if isinstance(place, slice):
-            places = range(self._start, self._stop)[place]
-            return tuple([self._jobs[at] for at in places])
-        at = place + (self._start if place >= 0 else self._stop)
-        if self._start <= at < self._stop:
-            return self._jobs[at]
+            places = range(self.start, self.stop)[place]
+            return tuple([self.jobs[at] for at in places])
+        at = place + (self.start if place >= 0 else self.stop)
+        if self.start <= at < self.stop:
+            return self.jobs[at]
         raise IndexError(place)
 
     def __iter__(self) -> Iterator[Job]:
-        return map(self._jobs.__getitem__, range(self._start, self._stop))
+        return map(self.jobs.__getitem__, range(self.start, self.stop))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return isinstance(other, JobLine | Sequence) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
 

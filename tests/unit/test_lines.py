@@ -84,13 +84,13 @@ def test_a_long_line_is_not_copied_for_a_job_that_joins_or_leaves_in_its_turn() 
     lines.remove(jobs[0])
     [after] = lines.lend()["a"].values()
     assert (after[0], after[-1], len(before)) == (jobs[1], jobs[900], 900)
-    assert after._jobs is before._jobs
+    assert after.jobs is before.jobs
     lines.remove(jobs[500])
     [now] = lines.lend()["a"].values()
-    assert now._jobs is not before._jobs
+    assert now.jobs is not before.jobs
     for one in jobs[1:500]:
         lines.remove(one)
-    assert len(next(iter(lines.lend()["a"].values()))._jobs) < 600, "who left long ago is not kept"
+    assert len(next(iter(lines.lend()["a"].values())).jobs) < 600, "who left long ago is not kept"
 
 
 def test_the_lines_of_a_tenant_are_the_same_object_while_nothing_changes() -> None:
