@@ -60,8 +60,9 @@ class _Line:
     def add(self, job: Job) -> None:
         self.lent = None
         self.limited += job.spec.max_runtime_seconds is not None
-        if not len(self) or _age(self.jobs[-1]) <= _age(job):
-            self.jobs.append(job)
+        jobs = self.jobs
+        if self.start == len(jobs) or _age(jobs[-1]) <= _age(job):
+            jobs.append(job)
         else:
             self._own()
             insort(self.jobs, job, lo=self.start, key=_age)
@@ -108,19 +109,7 @@ class WaitingLines:
         form = (
             spec.priority,
             tuple(sorted(spec.constraints.items())) if spec.constraints else (),
-            *[
-                (
-                    task.count,
-                    task.gpus.count,
-                    task.gpus.memory_mib,
-                    task.gpus.compute_milli,
-                    task.gpus.model,
-                    task.gpus.isolation,
-                    task.cpu_milli,
-                    task.memory_mib,
-                )
-                for task in spec.tasks
-            ],
+            *[(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks],
         )
         key = self._keys.get(form)
         if key is None:
