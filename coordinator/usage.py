@@ -1,13 +1,13 @@
 """The ledger of use: how much GPU compute and memory each tenant held, exactly, over a sliding window.
 
-One log of changes and two fronts for each tenant, each an integral since the beginning: the leading one takes in a
-change at once, the trailing one when the start of the window has passed it. The integral over the window is their
-difference: O(1) for a change and O(tenants) for a reading. Compute is in thousandths of a GPU x milliseconds, memory in
-MiB x milliseconds.
+Two fronts for each tenant, each an integral since the beginning: the leading one takes in a change at once, the
+trailing one when the start of the window has passed it. The integral over the window is their difference: O(1) for a
+change and O(tenants) for a reading. Compute is in thousandths of a GPU x milliseconds, memory in MiB x milliseconds.
 
-Changes that are older than an hour are summed up by tenant and minute, so that the log does not grow with the jobs of a
-whole window. That loses nothing once the start of the window has passed the minute: what a window holds is exact where
+What the trailing front has yet to take in is summed up by tenant and minute, so that it does not grow with the jobs of
+a whole window. That loses nothing once the start of the window has passed the minute: what a window holds is exact where
 it starts on a whole minute, and else leaves open what the tenant's changes within that one minute are worth in a minute.
+A window of less than an hour, in which a minute is much, is exact everywhere.
 
 Beside it the ledger fills buckets of five minutes, which outlive a leader as `UsageHour` records. The past that was
 read from them is exact at bucket bounds and even in between.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from attrs import define, field, frozen
+from attrs import define, field
+from msgspec import Struct
 
 from coordinator.model import UsageHour
 
@@ -26,12 +27,9 @@ BUCKET_MS = 5 * 60 * 1000
 BUCKETS = 12
 HOUR_MS = BUCKET_MS * BUCKETS
 MINUTE_MS = 60 * 1000
-# Changes that are younger are kept one by one.
-RECENT_MS = HOUR_MS
 
 
-@frozen
-class Use:
+class Use(Struct, frozen=True, gc=False):
     """Compute and memory: as a rate (thousandths, MiB) or as an integral over time (x milliseconds)."""
 
     compute: int = 0
@@ -41,8 +39,7 @@ class Use:
         return Use(self.compute + times * other.compute, self.memory + times * other.memory)
 
 
-@frozen
-class Headroom:
+class Headroom(Struct, frozen=True, gc=False):
     """How much more a tenant may hold; None is no limit."""
 
     memory_mib: int | None = None
@@ -86,25 +83,6 @@ class _Account:
     hours: dict[int, _Hour] = field(factory=dict)
     unwritten: set[int] = field(factory=set)
 
-    def lead(self, at_ms: int, rate: Use, lump: Use) -> None:
-        self.base_compute += lump.compute - rate.compute * at_ms
-        self.base_memory += lump.memory - rate.memory * at_ms
-        self.lead_compute += rate.compute
-        self.lead_memory += rate.memory
-
-    def trail(self, at_ms: int, rate: Use, lump: Use) -> None:
-        self.base_compute -= lump.compute - rate.compute * at_ms
-        self.base_memory -= lump.memory - rate.memory * at_ms
-        self.trail_compute += rate.compute
-        self.trail_memory += rate.memory
-
-    def trail_sums(self, compute: int, memory: int, base_compute: int, base_memory: int) -> None:
-        """As `trail` for each of many changes, in any order: sums of their rates, and of lump - rate x time."""
-        self.base_compute -= base_compute
-        self.base_memory -= base_memory
-        self.trail_compute += compute
-        self.trail_memory += memory
-
     def fill(self, from_ms: int, until_ms: int, compute: int, memory: int) -> None:
         """So much was held from then until then."""
         for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
@@ -129,14 +107,14 @@ class UsageLedger:
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
         self._accounts: dict[str, _Account] = {}
-        self._log: list[tuple[int, int, str, Use, Use]] = []
-        self._count = 0
-        # By the end of the minute and the tenant: what `_Account.trail_sums` takes.
+        self._step_ms = MINUTE_MS if window_ms >= HOUR_MS else 1
+        # By the end of the minute and the tenant what the trailing front will take in: the change of the rates, and of
+        # the bases.
         self._minutes: dict[int, dict[str, list[int]]] = {}
-        self._ends: list[int] = []
+        self._ends: list[int] = []  # a heap of those minutes
 
     def __len__(self) -> int:
-        return len(self._log) + sum(len(tenants) for tenants in self._minutes.values())
+        return sum(len(tenants) for tenants in self._minutes.values())
 
     def change(self, tenant: str, at_ms: int, rate: Use) -> None:
         """From `at_ms` on the tenant holds `rate` more (negative: less)."""
@@ -170,7 +148,7 @@ class UsageLedger:
     def window(self, now_ms: int) -> dict[str, Use]:
         """Each tenant's integral over [now - window, now]; tenants that held nothing in it are left out."""
         start_ms = now_ms - self._window_ms
-        self._advance(start_ms, now_ms - RECENT_MS)
+        self._advance(start_ms)
         use = {}
         longest = self._window_ms // HOUR_MS + 3
         for tenant, account in self._accounts.items():
@@ -182,25 +160,15 @@ class UsageLedger:
                 use[tenant] = Use(compute, memory)
         return use
 
-    def _advance(self, start_ms: int, recent_ms: int) -> None:
-        """The trailing fronts to `start_ms`; what is older than `recent_ms` is summed up."""
-        while self._log and self._log[0][0] <= max(start_ms, recent_ms):
-            at_ms, _, tenant, rate, lump = heapq.heappop(self._log)
-            if at_ms <= start_ms:
-                self._accounts[tenant].trail(at_ms, rate, lump)
-                continue
-            end_ms = at_ms + -at_ms % MINUTE_MS
-            if end_ms not in self._minutes:
-                self._minutes[end_ms] = {}
-                heapq.heappush(self._ends, end_ms)
-            sums = self._minutes[end_ms].setdefault(tenant, [0, 0, 0, 0])
-            sums[0] += rate.compute
-            sums[1] += rate.memory
-            sums[2] += lump.compute - rate.compute * at_ms
-            sums[3] += lump.memory - rate.memory * at_ms
+    def _advance(self, start_ms: int) -> None:
+        """The trailing fronts to `start_ms`."""
         while self._ends and self._ends[0] <= start_ms:
             for tenant, sums in self._minutes.pop(heapq.heappop(self._ends)).items():
-                self._accounts[tenant].trail_sums(*sums)
+                account = self._accounts[tenant]
+                account.trail_compute += sums[0]
+                account.trail_memory += sums[1]
+                account.base_compute -= sums[2]
+                account.base_memory -= sums[3]
 
     def hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The records that have changed since the last call; those that no window needs any more are forgotten."""
@@ -226,9 +194,25 @@ class UsageLedger:
             account.unwritten.discard(hour_ms)
 
     def _enter(self, account: _Account, tenant: str, at_ms: int, rate: Use, lump: Use) -> None:
-        account.lead(at_ms, rate, lump)
-        self._count += 1
-        heapq.heappush(self._log, (at_ms, self._count, tenant, rate, lump))
+        """The leading front takes it in at once, the trailing one at the end of its minute."""
+        base_compute = lump.compute - rate.compute * at_ms
+        base_memory = lump.memory - rate.memory * at_ms
+        account.lead_compute += rate.compute
+        account.lead_memory += rate.memory
+        account.base_compute += base_compute
+        account.base_memory += base_memory
+        end_ms = at_ms + -at_ms % self._step_ms
+        tenants = self._minutes.get(end_ms)
+        if tenants is None:
+            tenants = self._minutes[end_ms] = {}
+            heapq.heappush(self._ends, end_ms)
+        sums = tenants.get(tenant)
+        if sums is None:
+            sums = tenants[tenant] = [0, 0, 0, 0]
+        sums[0] += rate.compute
+        sums[1] += rate.memory
+        sums[2] += base_compute
+        sums[3] += base_memory
 
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)

@@ -109,7 +109,7 @@ def test_the_property_above_was_not_vacuous():
 
 
 def test_a_day_of_many_jobs_is_kept_in_minutes():
-    """A thousand short jobs an hour: what is kept is an hour of them, and the minutes of a day."""
+    """A thousand short jobs an hour: what is kept are the minutes of a day."""
     ledger, most = UsageLedger(WINDOW_MS), 0
     for number in range(26_000):
         at_ms = BASE_MS + number * HOUR_MS // 1000
@@ -118,7 +118,7 @@ def test_a_day_of_many_jobs_is_kept_in_minutes():
         if number % 100 == 0:
             assert ledger.window(at_ms)["a"].compute >= 0
             most = max(most, len(ledger))
-    assert 2000 <= most <= 2000 + 24 * 60 + 200
+    assert 23 * 60 <= most <= 24 * 60 + 2
     assert ledger.window(at_ms + 2 * WINDOW_MS) == {}
     assert len(ledger) == 0
 
