@@ -38,13 +38,14 @@ class Cluster:
     def __init__(self, settings: ClusterSettings, keep_done: bool = False) -> None:
         self.revision = 0
         self._settings = settings
+        self._max_wait_ms = 1000 * settings.fairness.max_wait_seconds
         self._keep_done = keep_done
         self._is_listing = True
         self._jobs: Shared[str, Job] = Shared()
         self._waiting: Shared[str, Job] = Shared()
         self._done: Shared[str, Job] = Shared()
         self._lines = WaitingLines()
-        self._revisions: Shared[str, int] = Shared()
+        self._revisions: dict[str, int] = {}
         self._tasks: Shared[tuple[str, int], Mapping[int, Task]] = Shared()
         self._tenants: Shared[str, Tenant] = Shared()
         self._held: Shared[str, Use] = Shared()
@@ -54,7 +55,9 @@ class Cluster:
         self._withdrawn: Shared[str, int] = Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
-        self._moments = Moments()
+        self._waits = Moments(self._is_wait)
+        self._dues = Moments(self._is_due)
+        self._now_ms: int | None = None
         self._news = 0
         # What tenants submit, and the prices made of it, which whoever plans sets between two cycles.
         self.mix = JobMix()
@@ -100,7 +103,7 @@ class Cluster:
     @property
     def due_ms(self) -> int | None:
         """When to look again though nothing came: at the latest when time alone changes something about a job."""
-        return self._moments.next_ms
+        return _earliest(self._waits.next_ms, self._dues.next_ms)
 
     def usage_hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The usage records that have changed since the last call, for the leader to write."""
@@ -129,7 +132,6 @@ class Cluster:
             done=self._done.lend(),
             tenants=self._tenants.lend(),
             tasks=self._tasks.lend(),
-            job_revisions=self._revisions.lend(),
             held=self._held.lend(),
             usage=self._ledger.window(now_ms),
             entitled=self._shares.window(now_ms),
@@ -138,7 +140,7 @@ class Cluster:
             unreadable=self._machines.unreadable_keys,
             silent_together=self._machines.silent_together,
             clocks_off=self._machines.clocks.off,
-            next_due_ms=min((t for t in (next_due_ms, node_due_ms) if t is not None), default=None),
+            next_due_ms=_earliest(next_due_ms, node_due_ms),
         )
 
     # --- changing ------------------------------------------------------------------------------------------------
@@ -146,8 +148,10 @@ class Cluster:
     def apply(self, event: model.Event, now_ms: int) -> None:
         """Takes in one event. `now_ms` is the time of the coordinator, never one from a record."""
         fold = _FOLDS.get(type(event))
-        if not self._is_listing and self._shares.is_due(now_ms):
-            self._share(now_ms)
+        if now_ms != self._now_ms:
+            self._now_ms = now_ms
+            if not self._is_listing and self._shares.is_due(now_ms):
+                self._share(now_ms)
         if fold is not None:
             fold(self, event, now_ms)
 
@@ -157,10 +161,11 @@ class Cluster:
 
     def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
         job = event.job
-        known = self._revisions.now.get(job.id)
+        known = self._revisions.get(job.id)
         if known is not None and event.revision < known:
             return
-        if known is None and not job.state.is_final and not self._is_listing:
+        is_final = job.state.is_final
+        if known is None and not is_final and not self._is_listing:
             self.mix.add(job.spec)
         self._revisions[job.id] = event.revision
         self._machines.job_readable(job.id)
@@ -175,7 +180,7 @@ class Cluster:
             return
         if known is not None:
             self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
-        if job.state.is_final:
+        if is_final:
             self._note_withdrawal(job)
             if self._keep_done:
                 self._done[job.id] = job
@@ -192,7 +197,7 @@ class Cluster:
         if is_here:
             self._forget_job(event.id, now_ms)
         if is_here or (event.folder == "done" and not is_elsewhere):
-            self._revisions.pop(event.id)
+            self._revisions.pop(event.id, None)
 
     def _forget_job(self, id: str, now_ms: int, is_placed: bool = False) -> None:
         """That a job was placed is no news: it was this leader's own decision, and leaves less for others."""
@@ -203,7 +208,6 @@ class Cluster:
             key = self._lines.remove(waited)
             self._shares.want(waited.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
-        self._moments.set(id, None)
         lived = self._jobs.pop(id)
         if lived is not None:
             self._news += 1
@@ -215,16 +219,27 @@ class Cluster:
         self._waiting[job.id] = job
         key = self._lines.add(job)
         self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
-        self._moments.set(job.id, min(self._waits_until(job)))
+        for at_ms in self._waits_until(job):
+            self._waits.add(job.id, at_ms)
 
     def _waits_until(self, job: Job) -> list[int]:
         """When a cycle may decide otherwise about a waiting job."""
-        moments = [job.queued_at_ms + 1000 * self._settings.fairness.max_wait_seconds]
+        moments = [job.queued_at_ms + self._max_wait_ms]
         if job.not_before_ms:
             moments.append(job.not_before_ms)
         if job.refused_by:
             moments.append(job.queued_at_ms + 1000 * REFUSED_SECONDS)
         return moments
+
+    def _is_wait(self, id: str, at_ms: int) -> bool:
+        job = self._waiting.now.get(id)
+        return job is not None and at_ms in self._waits_until(job)
+
+    def _is_due(self, id: str, at_ms: int) -> bool:
+        """By then at the latest: a task whose record goes may bring it forward."""
+        job = self._jobs.now.get(id)
+        due = due_ms(job, self.tasks_of(id, job.attempt), self._settings) if job is not None else None
+        return due is not None and due <= at_ms
 
     def _hold(self, job: Job, now_ms: int) -> None:
         assert job.allocation is not None
@@ -267,7 +282,9 @@ class Cluster:
         if is_restless(job, tasks):
             self._restless.add(job.id)
             self._news += 1
-        self._moments.set(job.id, due_ms(job, tasks, self._settings))
+        at_ms = due_ms(job, tasks, self._settings)
+        if at_ms is not None:
+            self._dues.add(job.id, at_ms)
 
     def _task_seen(self, event: model.TaskSeen, now_ms: int) -> None:
         task = event.task
@@ -335,20 +352,18 @@ class Cluster:
 
     def _next_due(self, now_ms: int) -> int | None:
         """The next moment that concerns a job. What is due now is looked at in this snapshot."""
-        while (id := self._moments.pop(now_ms)) is not None:
-            live, waiting = self._jobs.now.get(id), self._waiting.now.get(id)
-            if waiting is not None:
-                self._news += 1
-                later = [at_ms for at_ms in self._waits_until(waiting) if at_ms > now_ms]
-                self._moments.set(id, min(later, default=None))
-            elif live is not None:
-                again_ms = due_ms(live, self.tasks_of(id, live.attempt), self._settings)
-                if again_ms is None or again_ms > now_ms:
-                    self._moments.set(id, again_ms)
-                else:
-                    self._restless.add(id)
-                    self._news += 1
-        return self._moments.next_ms
+        while self._waits.pop(now_ms) is not None:
+            self._news += 1
+        while (id := self._dues.pop(now_ms)) is not None:
+            self._restless.add(id)
+            self._news += 1
+        return self.due_ms
+
+
+def _earliest(first: int | None, second: int | None) -> int | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)
 
 
 _FOLDS: Mapping[type, Callable[[Cluster, model.Event, int], None]] = {

@@ -62,9 +62,10 @@ class JobMix:
         return Mix(now_ms, tuple(lines))
 
     def _count(self, kind: Kind, tasks: int) -> None:
-        if tasks > 0 and _is_possible(kind):
-            counted = min(tasks, MOST_TASKS)
-            self.counts[kind] += counted
+        before = self.counts.get(kind)
+        if tasks > 0 and (before or _is_possible(kind)):
+            counted = tasks if tasks < MOST_TASKS else MOST_TASKS
+            self.counts[kind] = counted + (before or 0)
             self._total += counted
             self.seen += tasks
 

@@ -1,42 +1,68 @@
-"""When time alone concerns a job: one moment for each job, the next one. Owned by one `Cluster`.
+"""When time alone concerns jobs: the moments that are still to come. Owned by one `Cluster`.
 
-What a job's moment was before stays in the heap until it comes up, or until there is more of that than is worth keeping:
-most jobs go long before their bounded wait or launch deadline comes.
+Most of them come in order (a bounded wait, a launch deadline: so long after what has just happened), and most jobs go
+long before theirs. So those in order stand in a row, the others in a heap, and both keep what holds no more until it
+comes up, or until there is more of that than is worth keeping.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Callable
+
+_FEW = 1_000
 
 
 class Moments:
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, str]] = []
-        self._at_ms: dict[str, int] = {}
+    """`holds` tells whether a moment of a job that was added is one still."""
 
-    def set(self, job: str, at_ms: int | None) -> None:
-        """From now on it is this moment, or none."""
-        if at_ms is None:
-            self._at_ms.pop(job, None)
-        elif self._at_ms.get(job) != at_ms:
-            self._at_ms[job] = at_ms
+    def __init__(self, holds: Callable[[str, int], bool]) -> None:
+        self._holds = holds
+        self._heap: list[tuple[int, str]] = []
+        # Side by side: a pair for each would cost more than what is in it.
+        self._row: deque[str] = deque()
+        self._row_ms: deque[int] = deque()
+        self._enough = _FEW
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._row)
+
+    def add(self, job: str, at_ms: int) -> None:
+        if not self._row or at_ms >= self._row_ms[-1]:
+            self._row.append(job)
+            self._row_ms.append(at_ms)
+        else:
             heapq.heappush(self._heap, (at_ms, job))
-            if len(self._heap) > len(self._at_ms) * 3 // 2 + 1_000:
-                self._heap = [(at_ms, job) for job, at_ms in self._at_ms.items()]
-                heapq.heapify(self._heap)
+        if len(self._heap) + len(self._row) > self._enough:
+            self._forget()
 
     @property
     def next_ms(self) -> int | None:
-        heap = self._heap
-        while heap and self._at_ms.get(heap[0][1]) != heap[0][0]:
+        heap, row, row_ms = self._heap, self._row, self._row_ms
+        while heap and not self._holds(heap[0][1], heap[0][0]):
             heapq.heappop(heap)
-        return heap[0][0] if heap else None
+        while row and not self._holds(row[0], row_ms[0]):
+            row.popleft()
+            row_ms.popleft()
+        if heap and row:
+            return min(heap[0][0], row_ms[0])
+        return heap[0][0] if heap else row_ms[0] if row else None
 
     def pop(self, now_ms: int) -> str | None:
-        """A job whose moment has come; it has none from now on."""
+        """A job of which a moment has come, the earliest first."""
         next_ms = self.next_ms
         if next_ms is None or next_ms > now_ms:
             return None
-        _, job = heapq.heappop(self._heap)
-        del self._at_ms[job]
-        return job
+        if self._row and self._row_ms[0] == next_ms:
+            self._row_ms.popleft()
+            return self._row.popleft()
+        return heapq.heappop(self._heap)[1]
+
+    def _forget(self) -> None:
+        """What holds no more."""
+        self._heap = [(at_ms, job) for at_ms, job in self._heap if self._holds(job, at_ms)]
+        heapq.heapify(self._heap)
+        kept = [(job, at) for job, at in zip(self._row, self._row_ms, strict=True) if self._holds(job, at)]
+        self._row, self._row_ms = deque([job for job, _ in kept]), deque([at_ms for _, at_ms in kept])
+        self._enough = _FEW + len(self) * 3 // 2

@@ -164,11 +164,9 @@ class EntitledShares:
 
     def want(self, tenant: str, by_milli: int, now_ms: int) -> None:
         """The waiting jobs of the tenant ask for so much more."""
-        wanted_milli = self._wanted_milli.get(tenant, 0) + by_milli
-        self._wanted_milli[tenant] = wanted_milli
-        if not wanted_milli:
-            del self._wanted_milli[tenant]
-        self.changed(now_ms)
+        self._wanted_milli[tenant] = self._wanted_milli.get(tenant, 0) + by_milli
+        if self._changed_ms is None:
+            self._changed_ms = now_ms
 
     def changed(self, now_ms: int) -> None:
         if self._changed_ms is None:
@@ -186,6 +184,7 @@ class EntitledShares:
         if self._is_recent(now_ms) or (self._changed_ms is None and capacity_milli == self._capacity_milli):
             return
         self._updated_ms, self._changed_ms, self._capacity_milli = now_ms, None, capacity_milli
+        self._wanted_milli = {name: milli for name, milli in self._wanted_milli.items() if milli}
         names = sorted({*self._wanted_milli, *held})
         records = [tenants.get(name) or Tenant(name) for name in names]
         demands = []

@@ -203,7 +203,6 @@ class Snapshot:
     done: Mapping[str, Job]
     tenants: Mapping[str, Tenant]
     tasks: Mapping[tuple[str, int], Mapping[int, Task]]
-    job_revisions: Mapping[str, int]
     held: Mapping[str, Use]
     usage: Mapping[str, Use]
     entitled: Mapping[str, int] = field(factory=dict)

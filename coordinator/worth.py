@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from attrs import field, frozen
+from msgspec import Struct
 
 from coordinator.nodes import Row
 from vgpu.inventory import WHOLE_GPU_MILLI
@@ -29,8 +30,7 @@ STEPS = WHOLE_GPU_MILLI // STEP_MILLI
 Values = tuple[tuple[int, ...], ...]
 
 
-@frozen
-class Kind:
+class Kind(Struct, frozen=True, gc=False):
     """Tasks that are alike to the prices. `memory_mib` None: all of the card's."""
 
     cpu_milli: int
