@@ -9,15 +9,23 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable
-from operator import attrgetter
 from types import MappingProxyType
 
 from attrs import define, field
 
 from coordinator import model
-from coordinator.model import Job, NodeAdmin, Task, TaskState
+from coordinator.model import Job, NodeAdmin, Task, TaskPlacement, TaskState
 from coordinator.node_clocks import NodeClocks
-from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Use, ViewLog, build_of
+from coordinator.nodes import (
+    ORDER_OF_USES,
+    NodeBuild,
+    NodeStatus,
+    NodeView,
+    Use,
+    ViewLog,
+    build_of,
+    use_of,
+)
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
 from coordinator.totals import Totals
@@ -26,7 +34,6 @@ from vgpu.inventory import NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
-_ORDER = attrgetter("order")
 # The log of changed views begins anew once it is longer than this, for each node.
 _LOG_PER_NODE = 8
 
@@ -48,12 +55,9 @@ class _Machine:
     uses: list[Use] = field(factory=list)
     has_reported: bool = False
 
-    def hold(self, job: Job) -> None:
-        self.free(job.id)
+    def hold(self, job: Job, placement: TaskPlacement) -> None:
         self.jobs[job.id] = job
-        for placement in job.allocation.tasks if job.allocation else ():
-            if placement.node == self.name:
-                insort(self.uses, Use(job, placement), key=_ORDER)
+        insort(self.uses, use_of(job, placement), key=ORDER_OF_USES)
 
     def free(self, job: str) -> None:
         if self.jobs.pop(job, None) is not None:
@@ -160,28 +164,28 @@ class Machines:
             self.readable(_record_id(event.key))
 
     def hold(self, job: Job) -> None:
-        for machine in self._touched(job):
-            machine.hold(job)
+        """It comes, or its record changed."""
+        tasks = job.allocation.tasks if job.allocation else ()
+        for placement in tasks:
+            self._touched(placement).free(job.id)
+        for placement in tasks:
+            self._machines[placement.node].hold(job, placement)
 
     def free(self, job: Job) -> None:
-        for machine in self._touched(job):
-            machine.free(job.id)
+        for placement in job.allocation.tasks if job.allocation else ():
+            self._touched(placement).free(job.id)
 
-    def _touched(self, job: Job) -> list[_Machine]:
-        """The nodes of a job that comes or goes."""
-        placed = job.allocation.tasks if job.allocation else ()
-        gpus = {piece.gpu for placement in placed for piece in placement.slices}
-        machines = []
-        for name in {placement.node: None for placement in placed}:
-            machine = self._machines.get(name)
-            if machine is None:
-                machine = self._machine(name)
-            else:
-                known = self._stale.setdefault(name, gpus)
-                if known is not None and known is not gpus:
-                    self._stale[name] = known | gpus
-            machines.append(machine)
-        return machines
+    def _touched(self, placement: TaskPlacement) -> _Machine:
+        """The node of a task that comes or goes."""
+        machine = self._machines.get(placement.node)
+        if machine is None:
+            return self._machine(placement.node)
+        gpus = self._stale.get(placement.node)
+        if gpus is not None:
+            gpus.update([piece.gpu for piece in placement.slices])
+        elif placement.node not in self._stale:
+            self._stale[placement.node] = {piece.gpu for piece in placement.slices}
+        return machine
 
     def task_seen(self, task: Task, now_ms: int) -> None:
         """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from attrs import evolve, field, frozen
+from msgspec import Struct
+from msgspec.structs import replace
 
 from coordinator.model import Job, NodeAdmin, TaskPlacement
 from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
@@ -39,8 +42,7 @@ class NodeStatus(enum.Enum):
     CLOSED = "closed"
 
 
-@frozen
-class Holding:
+class Holding(Struct, frozen=True, gc=False):
     """A slice and who holds it."""
 
     job: str
@@ -54,30 +56,28 @@ class Holding:
         return f"{self.job}.{self.attempt}.{self.task}"
 
 
-@frozen
-class Use:
+class Use(Struct, frozen=True, gc=False):
     """One task of a live job on a node."""
 
     job: Job
     placement: TaskPlacement
-
-    @cached_property
-    def holdings(self) -> tuple[Holding, ...]:
-        job, task = self.job, self.placement.task
-        return tuple([Holding(job.id, job.tenant, job.attempt, task, p) for p in self.placement.slices])
+    holdings: tuple[Holding, ...]
 
     @property
     def attempt_key(self) -> str:
         return f"{self.job.id}.{self.job.attempt}.{self.placement.task}"
 
-    @property
-    def order(self) -> tuple[str, int, int]:
-        """What the uses of a node are sorted by."""
-        return self.job.id, self.job.attempt, self.placement.task
+
+# What the uses of a node are sorted by.
+ORDER_OF_USES = attrgetter("job.id", "job.attempt", "placement.task")
 
 
-@frozen
-class GpuView:
+def use_of(job: Job, placement: TaskPlacement) -> Use:
+    held = [Holding(job.id, job.tenant, job.attempt, placement.task, p) for p in placement.slices]
+    return Use(job, placement, tuple(held))
+
+
+class GpuView(Struct, frozen=True, gc=False):
     """One GPU with what is on it. Free figures are 0 and never negative; `closed` says why nothing may be placed.
     `foreign_memory_mib` is used by processes that are none of ours."""
 
@@ -239,7 +239,7 @@ def with_occupied(view: NodeView, tasks: Mapping[str, Sequence[str]]) -> NodeVie
         found = tasks.get(gpu.gpu.uuid)
         if found and gpu.closed is None:
             reason = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.gpu.uuid, *found))
-            gpus[place] = evolve(gpu, memory_free_mib=0, compute_free_milli=0, closed=reason)
+            gpus[place] = replace(gpu, memory_free_mib=0, compute_free_milli=0, closed=reason)
             pieces[place] = Piece(0, 0, pieces[place].sharing, False)
     return evolve(view, gpus=tuple(gpus), row=view.row._replace(pieces=tuple(pieces)))
 

@@ -7,13 +7,13 @@ report. Each gives the view that a whole look would.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from operator import attrgetter
 
 from attrs import evolve, field, frozen
 
 from coordinator.model import NodeAdmin
 from coordinator.nodes import (
     DRIVER_CONTEXT_MIB,
+    ORDER_OF_USES,
     GpuView,
     Holding,
     NodeBuild,
@@ -77,7 +77,7 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
 
 def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) -> NodeView:
     """Order of `uses` does not matter: equal input gives an equal view."""
-    ordered = tuple(sorted(uses, key=attrgetter("order")))
+    ordered = tuple(sorted(uses, key=ORDER_OF_USES))
     status, reason = status_of(facts, now_ms, lost_ms)
     inventory = facts.inventory
     labels = dict(inventory.labels) if inventory else {}
