@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from coordinator.model import Job
-from coordinator.snapshot import JobLine, LineKey, shape_of
+from coordinator.snapshot import SEARCH_DEPTH, JobLine, LineKey, runs_at_most_ms, shape_of
 from jobspecs.spec import JobSpec
 
 FORMS_KEPT = 10_000
@@ -45,12 +45,13 @@ class _Line:
     """A line as it is now: `jobs` from `start` on. What was lent sees of `jobs` what was there when it was lent, so that
     only the end of the list may grow; every other change is made in a list of its own."""
 
-    __slots__ = ("jobs", "lent", "limited", "owns", "start")
+    __slots__ = ("jobs", "lent", "limited", "owns", "quickest", "start")
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.start = 0
         self.limited = 0
+        self.quickest: int | None = None  # as `JobLine.quickest`
         self.owns = True
         self.lent: JobLine | None = None
 
@@ -58,31 +59,45 @@ class _Line:
         return len(self.jobs) - self.start
 
     def add(self, job: Job) -> None:
-        self.lent = None
-        self.limited += job.spec.max_runtime_seconds is not None
-        jobs = self.jobs
+        self._change()
+        jobs, limit_ms = self.jobs, runs_at_most_ms(job)
+        self.limited += limit_ms is not None
         if self.start == len(jobs) or _age(jobs[-1]) <= _age(job):
             jobs.append(job)
+            if self.quickest is not None and limit_ms is not None and len(self) <= SEARCH_DEPTH:
+                self.quickest = min(self.quickest, limit_ms)
         else:
             self._own()
             insort(self.jobs, job, lo=self.start, key=_age)
+            self.quickest = None
 
     def remove(self, job: Job) -> None:
-        self.lent = None
+        self._change()
         if len(self) and self.jobs[self.start].id == job.id:
             self.start += 1
-            self.limited -= self.jobs[self.start - 1].spec.max_runtime_seconds is not None
+            gone = self.jobs[self.start - 1]
             if self.start > max(_LEFT_FEW, len(self.jobs) // _LEFT_PART):
                 self._copy()
-            return
-        self._own()
-        place = bisect_left(self.jobs, _age(job), lo=self.start, key=_age)
-        if place < len(self.jobs) and self.jobs[place].id == job.id:
-            self.limited -= self.jobs.pop(place).spec.max_runtime_seconds is not None
+        else:
+            self._own()
+            place = bisect_left(self.jobs, _age(job), lo=self.start, key=_age)
+            if place == len(self.jobs) or self.jobs[place].id != job.id:
+                return
+            gone = self.jobs.pop(place)
+        limit_ms = runs_at_most_ms(gone)
+        self.limited -= limit_ms is not None
+        if limit_ms == self.quickest or len(self) >= SEARCH_DEPTH:
+            self.quickest = None
+
+    def _change(self) -> None:
+        if self.lent is not None:
+            self.quickest = self.lent.quickest
+            self.lent = None
 
     def lend(self) -> JobLine:
         if self.lent is None:
-            self.lent = JobLine(self.jobs, self.start, len(self.jobs), self.jobs[self.start], self.limited)
+            jobs, start = self.jobs, self.start
+            self.lent = JobLine(jobs, start, len(jobs), jobs[start], self.limited, self.quickest)
             self.owns = False
         return self.lent
 

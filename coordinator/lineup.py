@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -148,17 +148,18 @@ class Order:
 
 
 class Front(Struct, frozen=True, eq=False, gc=False):
-    """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set, `limited`
-    those in which a job has a limit of its time. Nobody came before `oldest_ms`."""
+    """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set. `quickest`
+    are those in which a job has a limit of its time, as (`JobLine.quickest_ms`, place) in that order. Nobody came before
+    `oldest_ms`."""
 
     lines: Lines
     all: int
-    limited: int
+    quickest: Sequence[tuple[int, int]]
     wanted: Use
     oldest_ms: int
 
 
-_NOBODY = Front({}, 0, 0, NO_USE, NEVER_MS)
+_NOBODY = Front({}, 0, (), NO_USE, NEVER_MS)
 
 
 class Lineup(Struct, frozen=True, eq=False):
@@ -227,7 +228,7 @@ def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
 
 def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) -> Front:
     """The front as it is once these lines have changed."""
-    everything, limited, before = front.all, front.limited, front.lines
+    everything, quickest, before = front.all, [*front.quickest], front.lines
     memory, compute = front.wanted.memory, front.wanted.compute
     oldest_ms, has_oldest_left = front.oldest_ms, False
     for key in keys:
@@ -243,16 +244,16 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
             if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
                 has_oldest_left = True
             if old.limited:
-                limited &= ~line.bit
+                del quickest[bisect_left(quickest, (old.quickest_ms, line.place))]
         if new is None:
             everything &= ~line.bit
         else:
             more += len(new)
             oldest_ms = min(oldest_ms, new.first.submitted_at_ms)
             if new.limited:
-                limited |= line.bit
+                insort(quickest, (new.quickest_ms, line.place))
         memory += more * line.needs.memory_mib
         compute += more * line.needs.compute_milli
     if has_oldest_left:
         oldest_ms = min([line.first.submitted_at_ms for line in lines.values()], default=NEVER_MS)
-    return Front(lines, everything, limited, Use(compute, memory), oldest_ms)
+    return Front(lines, everything, quickest, Use(compute, memory), oldest_ms)

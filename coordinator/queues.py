@@ -16,8 +16,8 @@ from coordinator.snapshot import SEARCH_DEPTH, LineKey, Snapshot
 
 
 def is_ready(job: Job, now_ms: int) -> bool:
-    """Not in a back-off."""
-    return job.not_before_ms <= now_ms
+    """Not in a back-off. One that has yet to begin was written by a clock that was ahead, and counts as over (LE-1)."""
+    return not job.queued_at_ms <= now_ms < job.not_before_ms
 
 
 def is_overdue(job: Job, now_ms: int, max_wait_seconds: int) -> bool:
@@ -47,7 +47,7 @@ class TenantQueue:
         self._now_ms = snapshot.now_ms
         self._lines = lineup.order.at
         self._jobs = front.lines
-        self._limited = front.limited
+        self._quickest = front.quickest
         self._left = front.all
         self._next: dict[int, int] = {}  # by line: where in it the jobs begin that may be handed out
         self._taken: set[str] = set()
@@ -78,12 +78,10 @@ class TenantQueue:
 
     def keep(self, bits: int, within_ms: int) -> None:
         """Only lines of these, and those with a job that is over in this time."""
-        limited = self._limited & self._left & ~bits
-        while limited:
-            bit = limited & -limited
-            limited ^= bit
-            if self._jobs[self._lines[bit.bit_length() - 1].key].quickest_ms <= within_ms:
-                bits |= bit
+        for quickest_ms, place in self._quickest:
+            if quickest_ms > within_ms:
+                break
+            bits |= 1 << place
         self._left &= bits
         self._late = [late for late in self._late if late[3].bit & bits]
         heapq.heapify(self._late)
@@ -143,4 +141,5 @@ class TenantQueue:
         return None
 
     def _is_left(self, job: Job) -> bool:
-        return job.not_before_ms <= self._now_ms and job.id not in self._taken
+        is_at_rest = job.not_before_ms and not is_ready(job, self._now_ms)
+        return not is_at_rest and job.id not in self._taken

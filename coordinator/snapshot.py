@@ -119,6 +119,12 @@ class LineKey(Struct, frozen=True, cache_hash=True):
     shape: Shape
 
 
+def runs_at_most_ms(job: Job) -> int | None:
+    """How long it runs from now on at most; None where nobody knows."""
+    seconds = job.spec.max_runtime_seconds
+    return None if seconds is None else 1000 * seconds - job.ran_ms
+
+
 class JobLine(Struct, eq=False, gc=False):
     """The waiting jobs of one tenant, one priority and one shape, oldest first, as they were at one moment: `jobs` from
     `start` to `stop`, a list that only grows behind it. It is never empty. `first` is the oldest job, `limited` how many
@@ -142,12 +148,8 @@ class JobLine(Struct, eq=False, gc=False):
     def quickest_ms(self) -> int:
         """How long the job with a limit runs at most that runs shortest, as far as a search goes."""
         if self.quickest is None:
-            limits = [
-                1000 * job.spec.max_runtime_seconds - job.ran_ms
-                for job in self[:SEARCH_DEPTH]
-                if job.spec.max_runtime_seconds is not None
-            ]
-            self.quickest = min(limits, default=NEVER_MS)
+            limits = map(runs_at_most_ms, self[:SEARCH_DEPTH])
+            self.quickest = min([limit for limit in limits if limit is not None], default=NEVER_MS)
         return self.quickest
 
     def __len__(self) -> int:

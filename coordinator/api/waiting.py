@@ -21,7 +21,7 @@ from coordinator.fairness import Policy, Standings
 from coordinator.guard import is_marked, planned, reason_of, without
 from coordinator.lineup import Cards, Lineups
 from coordinator.model import Job
-from coordinator.queues import TenantQueue
+from coordinator.queues import TenantQueue, is_ready
 from vgpu.reasons import Reason
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
         standings.charge(tenant, line.use)
         heapq.heapreplace(turns, standings.turn(tenant))
         yield job
-    resting = [job for job in snapshot.waiting if job.not_before_ms > snapshot.now_ms and job.id != first]
+    resting = [job for job in snapshot.waiting if not is_ready(job, snapshot.now_ms) and job.id != first]
     yield from sorted(resting, key=lambda job: (job.not_before_ms, job.id))
 
 

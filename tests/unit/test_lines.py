@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.lines import WaitingLines
-from coordinator.snapshot import LineKey, shape_of
+from coordinator.snapshot import SEARCH_DEPTH, LineKey, shape_of
 from tests.builders import job, spec
 
 
@@ -140,3 +140,30 @@ def _sorted(jobs):
         key = LineKey(one.spec.priority, shape_of(one.spec))
         found.setdefault(one.tenant, {}).setdefault(key, []).append(one)
     return {tenant: {key: tuple(line) for key, line in of.items()} for tenant, of in found.items()}
+
+
+def test_the_quickest_of_a_line_is_the_least_limit_as_far_as_a_search_goes() -> None:
+    random = Random(11)
+    lines, waiting = WaitingLines(), []
+
+    def join(step: int) -> None:
+        limit = random.choice((None, None, 60 + random.randrange(2_000)))
+        one = job(f"j{step:05}", step - random.choice((0, 0, 90)), max_runtime_seconds=limit)
+        waiting.append(one)
+        waiting.sort(key=lambda one: (one.submitted_at_ms, one.id))
+        lines.add(one)
+
+    for step in range(SEARCH_DEPTH + 20):
+        join(step)
+    for step in range(1_000, 3_000):
+        if random.random() < 0.5:
+            lines.remove(waiting.pop(random.choice((0, 0, random.randrange(len(waiting))))))
+        else:
+            join(step)
+        [line] = lines.lend()["a"].values()
+        limits = [one.spec.max_runtime_seconds for one in waiting]
+        assert line.limited == sum(limit is not None for limit in limits)
+        if random.random() < 0.7:  # else nobody asks, and the next one is to know it
+            assert line.quickest_ms == 1000 * min(
+                limit for limit in limits[:SEARCH_DEPTH] if limit is not None
+            )

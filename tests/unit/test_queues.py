@@ -66,6 +66,13 @@ def test_a_job_in_back_off_is_passed_over():
     assert order(*jobs, now=60) == ["resting", "next"]
 
 
+def test_le1_a_back_off_that_has_yet_to_begin_was_written_by_a_clock_that_was_ahead():
+    ahead_ms = START_MS + 3_600_000
+    jobs = [job("ahead", 0, queued_at_ms=ahead_ms, not_before_ms=ahead_ms + 2000)]
+    jobs += [job("resting", 0, queued_at_ms=START_MS, not_before_ms=START_MS + 2000)]
+    assert order(*jobs, now=1) == ["ahead"]
+
+
 def test_a_job_that_was_passed_over_for_too_long_goes_ahead_of_smaller_ones():
     jobs = [job("big", 0, gpus=2), job("small", DAY), job("bigger", 10, gpus=2, count=2)]
     assert order(*jobs, now=DAY) == ["small", "big", "bigger"]
