@@ -483,7 +483,7 @@ class Index:
         return [names[n] for n in np.flatnonzero(self._keys[asked.number] >= 0).tolist()]
 
     def fits_somewhere(self, asked: _Asked) -> bool:
-        return bool((self._minima[asked.number] != k.NOTHING).any())
+        return not k.is_refused(self._counts, asked.number, len(self._rows))
 
     def found(self, asked: _Asked, node: str) -> Fit | None:
         """How it fits on a node where it does; None for a node of an odd build."""

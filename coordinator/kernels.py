@@ -400,10 +400,16 @@ def fit_somewhere(
                 rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
                 keys, counts, minima, block_of, block_starts, log, first[i], last, stamps, stamp + 1 + i, odd,
             )  # fmt: skip
-        for block in range(len(block_starts) - 1):
-            if minima[s, block] != NOTHING:
-                fits[i] = True
-                break
+        fits[i] = not is_refused(counts, s, len(rows))
+
+
+@_compiled
+def is_refused(counts, s, nodes):
+    """Whether all nodes refuse a shape that has caught up."""
+    refused = 0
+    for reason in range(counts.shape[1]):
+        refused += counts[s, reason]
+    return refused == nodes
 
 
 @_compiled
