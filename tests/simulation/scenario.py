@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
+from msgspec.structs import replace as changed
 
 from coordinator.config import Settings
 from jobspecs.spec import JobSpec, TaskSpec
@@ -105,7 +106,8 @@ def draw(seed: int, late: bool = False) -> Scenario:
     if late:
         odds = {"late": 0.25}
     more_odds, more_faults = _more(seed) if engine == "nomad" and not late else ({}, [])
-    return Scenario(
+    pulls, cuts = _pulls(seed) if engine == "nomad" and not late else (random, [])
+    scenario = Scenario(
         seed,
         engine,
         random.randint(2, 3),
@@ -115,9 +117,10 @@ def draw(seed: int, late: bool = False) -> Scenario:
             _wish(random, [int(gpus[0]) for gpus in nodes])
             for _ in range(random.randint(6, 18) * (1 + is_crowded))
         ),
-        tuple(sorted(_faults(random, engine, len(nodes)) + more_faults, key=lambda fault: fault.at)),
+        tuple(sorted(_faults(random, engine, len(nodes)) + more_faults + cuts, key=lambda fault: fault.at)),
         odds | more_odds,
     )
+    return _with_pulls(scenario, pulls, cuts[0].at) if cuts else scenario
 
 
 def _more(seed: int) -> tuple[dict[str, float], list[Fault]]:
@@ -127,6 +130,34 @@ def _more(seed: int) -> tuple[dict[str, float], list[Fault]]:
     odds = {kind: random.choice((0.02, 0.1)) for kind in EVENT_FAULTS if random.random() < 0.5}
     times = [round(random.uniform(1.0, FAULTS_UNTIL_SECONDS), 3) for _ in range(random.choice((0, 0, 1, 2)))]
     return odds, [Fault(at, "nomad_restart") for at in times]
+
+
+def _pulls(seed: int) -> tuple[Random, list[Fault]]:
+    """A machine that falls silent while images are pulled on it, and whose client of Nomad is out of touch for longer
+    than its agent: of what it will start then nothing can be seen. Drawn beside the rest, too."""
+    random = Random(f"{seed}/pulls")
+    if random.random() < 0.7:
+        return random, []
+    at, target = round(random.uniform(3.0, 15.0), 3), random.randrange(60)
+    silent = round(random.uniform(31.0, 44.0), 3)
+    longer = round(silent + random.choice((0.0, random.uniform(0.5, 12.0))), 3)
+    return random, [
+        Fault(at, "agent_cut", silent, target),
+        Fault(at, "nomad_client_cut", longer, target),
+    ]
+
+
+def _with_pulls(scenario: Scenario, random: Random, cut_at: float) -> Scenario:
+    """Of what is submitted shortly before, most is pulled for long."""
+
+    def pulled(wish: Wish) -> Wish:
+        if not cut_at - 12 < wish.at < cut_at or random.random() < 0.2:
+            return wish
+        spec, word = wish.spec, f"pull_ms={random.choice((20_000, 35_000, 45_000))}"
+        tasks = tuple(changed(task, command=(*task.command, word)) for task in spec.tasks)
+        return evolve(wish, spec=changed(spec, tasks=tasks))
+
+    return evolve(scenario, wishes=tuple(pulled(wish) for wish in scenario.wishes))
 
 
 def _wish(random: Random, gpus_of_nodes: list[int]) -> Wish:
