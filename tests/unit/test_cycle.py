@@ -224,7 +224,7 @@ def test_every_kind_of_wait_has_its_reason():
     w.submit(
         job("first", 0),
         job("own", 1),
-        job("rest", 2, not_before_ms=START_MS + 1500),
+        job("rest", 0, not_before_ms=START_MS + 1500),
         job("other", 3, tenant="b"),
         job("cap", 4, tenant="capped", memory=1, compute=1),
     )
