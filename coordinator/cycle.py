@@ -32,7 +32,7 @@ from coordinator.placement import Draft, Spot
 from coordinator.queues import TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
-from vgpu.reasons import Reason, ReasonCode
+from vgpu.reasons import Reason, ReasonCode, only
 
 if TYPE_CHECKING:
     from coordinator.index import Index
@@ -300,9 +300,8 @@ class _Cycle:
 def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:
     """Why there: what the set costs, and how full the nodes were."""
     if len(spots) == 1:  # most jobs: a set of one node costs what its GPUs cost each other
-        (_, node, _, found), *_ = spots
-        gpus, cost = len(found.gpus), found.cost
-        nodes: tuple[str, ...] = (node,)
+        found = spots[0].found
+        nodes, gpus, cost = only(spots[0].node), len(found.gpus), found.cost
     else:
         nodes = tuple(sorted({spot.node for spot in spots}))
         gpus = sum(len(spot.found.gpus) for spot in spots)

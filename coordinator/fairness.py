@@ -33,7 +33,7 @@ from coordinator.model import Tenant
 from coordinator.shares import share_weights, water_fill
 from coordinator.snapshot import Snapshot
 from coordinator.usage import NO_LIMIT, NO_USE, Headroom, Use
-from vgpu.reasons import Reason, ReasonCode
+from vgpu.reasons import Reason, ReasonCode, only
 
 MILLION = 1_000_000
 TRILLION = 10**12
@@ -311,7 +311,7 @@ class Standings:
             "time_millionths": time_millionths,
             "priority_millionths": priority_millionths,
         }
-        return Reason(ReasonCode.CHOSEN, numbers, (tenant,))
+        return Reason(ReasonCode.CHOSEN, numbers, only(tenant))
 
     def tenants(self) -> Iterable[str]:
         return self._tenants

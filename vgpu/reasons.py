@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from functools import lru_cache
 
 from msgspec import Struct, field
 
@@ -88,3 +89,9 @@ class Reason(Struct, frozen=True, gc=False):
     numbers: Mapping[str, int] = field(default_factory=dict)
     subjects: tuple[str, ...] = ()
     detail: str = ""
+
+
+@lru_cache(maxsize=1 << 16)
+def only(name: str) -> tuple[str, ...]:
+    """The subjects of a reason about one thing: the same tuple each time, since every job has a few of them."""
+    return (name,)
