@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from coordinator import gang_kernels
 from coordinator import kernels as k
@@ -35,8 +35,8 @@ from coordinator.tables import (
     build_row,
     code_of,
     compat,
-    doubled,
     encoded,
+    grown,
     is_odd,
     price_tables,
     sharing_of,
@@ -48,8 +48,9 @@ from vgpu.topology import Location
 _EMPTY = (0,) * k.GPUS
 # Answers for a node of a build that the compiled rules do not know.
 Fallback = Callable[[str], Fit | ReasonCode]
-# More shapes than this are forgotten between two cycles: what nobody asks for any more would fill the memory.
-_MOST_SHAPES = 2048
+# What is kept of shapes between two cycles takes no more memory than this: of more, those asked for the longest time ago
+# are forgotten. At 10,000 nodes that is some 6,000 shapes.
+_MOST_BYTES = 512 << 20
 # So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
 _MOST_TWINS = 3
 _MANY = 16
@@ -67,7 +68,8 @@ class _Asked:
 class Index:
     """See the module. One index serves one draft at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
         self.worth: Worth | None = None
         # Places of nodes that were read anew since somebody who keeps more about them took this set away.
         self.reread: set[int] = set()
@@ -105,8 +107,8 @@ class Index:
     ) -> None:
         """Takes over the nodes of a snapshot, with other rows for some of them, and its prices; whatever a draft did
         before is undone. `held` nodes refuse everybody; those that did so before cost nothing."""
-        if len(self._asked) > _MOST_SHAPES:
-            self._forget_shapes()
+        if len(self._asked) * self._keys[:1].nbytes > self._most_bytes:
+            self._keep_half()
         if self._parent is not None:
             self._take_over(self._parent, snapshot)
         elif self._snapshot is None or not self._follow(snapshot):
@@ -129,7 +131,7 @@ class Index:
 
     def forget(self) -> None:
         """Cold again, as after a failure in the middle of a change."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self._most_bytes)  # type: ignore[misc]
 
     def beside(self, purpose: str, held: frozenset[str] = frozenset()) -> Index:
         """An index for another draft of the same cycle, kept for the same purpose in the next one. Of one purpose there
@@ -607,13 +609,33 @@ class Index:
         self._position = []
         nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
         blocks = len(self._nodes.block_starts) - 1 if nodes else 0
-        self._shapes = np.zeros((16, k.S_WIDTH), np.int64)
-        self._keys = np.full((16, nodes), k.UNKNOWN, np.int64)
-        self._counts = np.zeros((16, len(REASONS)), np.int64)
-        self._minima = np.full((16, blocks), k.NOTHING, np.int64)
+        widths = k.S_WIDTH, nodes, len(REASONS), blocks, max(4, len(self._build_table))
+        self._of_shapes = tuple(np.zeros((16, width), np.int64) for width in widths)
         self._labels = np.ones((4, nodes), np.bool_)
-        self._compat = np.zeros((16, max(4, len(self._build_table))), np.int64)
         self._fits.clear()
+
+    def _keep_half(self) -> None:
+        """Of the shapes, those that were asked for last."""
+        last = sorted(self._asked.values(), key=lambda asked: -self._position[asked.number])
+        kept = last[: len(last) // 2]
+        numbers = [asked.number for asked in kept]
+        self._of_shapes = tuple(table[numbers] for table in self._of_shapes)
+        self._position = [self._position[number] for number in numbers]
+        self._asked = {
+            (asked.task, asked.constraints): evolve(asked, number=number) for number, asked in enumerate(kept)
+        }
+        self._shape_numbers.clear()
+        self._last_shapes = None
+        self._fits.clear()
+
+    @property
+    def _of_shapes(self) -> tuple[Table, ...]:
+        """The tables that have a row for each shape."""
+        return self._shapes, self._keys, self._counts, self._minima, self._compat
+
+    @_of_shapes.setter
+    def _of_shapes(self, tables: tuple[Table, ...]) -> None:
+        self._shapes, self._keys, self._counts, self._minima, self._compat = tables
 
     def _grow_compat(self) -> None:
         if self._compat.shape[1] < len(self._build_table):
@@ -627,11 +649,8 @@ class Index:
     def _enter(self, task: TaskShape, constraints: Constraints) -> _Asked:
         number = len(self._position)
         if number == len(self._keys):
-            self._shapes, self._counts, self._compat = map(
-                doubled, (self._shapes, self._counts, self._compat)
-            )
-            self._keys = np.concatenate([self._keys, np.full_like(self._keys, k.UNKNOWN)])
-            self._minima = np.concatenate([self._minima, np.full_like(self._minima, k.NOTHING)])
+            self._of_shapes = tuple(map(grown, self._of_shapes))
+        self._keys[number], self._counts[number], self._minima[number] = k.UNKNOWN, 0, k.NOTHING
         if constraints not in self._constraints:
             place = self._constraints[constraints] = len(self._constraints)
             if place == len(self._labels):

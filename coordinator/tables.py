@@ -17,6 +17,7 @@ from coordinator.worth import Worth
 from vgpu import isolation
 from vgpu.inventory import WHOLE_GPU_MILLI, Gpu
 from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import SliceRequest
 from vgpu.topology import NodeTopology
 
 Table = NDArray[np.int64]
@@ -140,8 +141,11 @@ def price_tables(worth: Worth | None) -> tuple[Table, Table, Table]:
     return np.array(worth.cpu, np.int64), np.ascontiguousarray(values), np.ascontiguousarray(whole)
 
 
-def doubled(table: Table) -> Table:
-    return np.concatenate([table, np.zeros_like(table)])
+def grown(table: Table) -> Table:
+    """Twice as long. The other half is not written, so that it takes no memory before it is used."""
+    longer = np.empty((2 * len(table), *table.shape[1:]), table.dtype)
+    longer[: len(table)] = table
+    return longer
 
 
 @lru_cache(maxsize=1000)
@@ -162,11 +166,17 @@ def is_odd(build: NodeBuild) -> bool:
     return len(build.gpus) > k.GPUS or not kinds <= {(False, WHOLE_GPU_MILLI, True)}
 
 
-@lru_cache(maxsize=50_000)  # several indexes ask for the same
 def compat(task: TaskShape, build: NodeBuild) -> int:
     """Which GPUs are of the model that is wanted (8 bits), beside which isolations the task can have a slice (16 bits),
     and which one it would have there (2 bits each)."""
-    request = task.gpus
+    asked = task.gpus
+    size = (asked.memory_mib, asked.compute_milli) if asked.is_whole else (1, 1)
+    return _compat(SliceRequest(asked.count, *size, asked.model, asked.isolation), build)
+
+
+@lru_cache(maxsize=10_000)
+def _compat(request: SliceRequest, build: NodeBuild) -> int:
+    """The size of a slice decides nothing here."""
     if not build.gpus:
         return 0
     match = sum(1 << n for n, gpu in enumerate(build.gpus) if matches_model(request, gpu))

@@ -117,7 +117,7 @@ def shaken(w: World, random: Random, turn: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(shapes, min_size=3, max_size=8), st.booleans(), st.randoms(use_true_random=False))
 def test_the_index_answers_as_the_plain_search_does_property(asked, with_prices, random: Random):
-    w, index = world(), Index()
+    w, index = world(), Index(most_bytes=random.choice([1 << 20, 300]))
     worth = prices(asked) if with_prices else None
     for turn in range(4):
         snapshot = evolve(w.cluster.snapshot(w.now_ms), worth=worth)
