@@ -99,7 +99,6 @@ class _Cycle:
         self.entitlement = Entitlement(snapshot, policy, self.lineup.wanted)
         self.room = Room(Draft(snapshot, index=memo), policy)
         self.queues: dict[str, TenantQueue] = {}
-        self.turns = {tenant: self.standings.turn(tenant) for tenant in snapshot.lines}
         self.open = ALL_LINES
         self.refusals = 0
         self.beside = ALL_LINES
@@ -117,7 +116,7 @@ class _Cycle:
             if head is None or not self._is_owed(*head):
                 heapq.heappop(turns)
             elif self._serve(*head, self.room.draft):
-                heapq.heapreplace(turns, self.turns[tenant])
+                heapq.heapreplace(turns, self.standings.turn(tenant))
             else:
                 line, job = head
                 if self.room.is_refused(line.shape) and not self._has_withdrawn(tenant):
@@ -159,7 +158,7 @@ class _Cycle:
             is_owed = not room.stops_borrowing or self._is_owed(line, job)
             draft = room.open_to(job, is_owed)
             if self._serve(line, job, draft):
-                heapq.heapreplace(turns, self.turns[tenant])
+                heapq.heapreplace(turns, self.standings.turn(tenant))
             elif draft is room.draft or room.is_refused(line.shape):
                 self._refuse(line, job)
             else:
@@ -177,7 +176,6 @@ class _Cycle:
         spots, idle_gpus = started
         self.placements.append(self._placement(job, spots, idle_gpus, standings.chosen(tenant)))
         standings.charge(tenant, Draft.charge(spots))
-        self.turns[tenant] = standings.turn(tenant)
         self._queue(tenant).take(job)
         return True
 
@@ -242,7 +240,8 @@ class _Cycle:
 
     def _turns(self) -> list[tuple[bool, int, str]]:
         """Of those who may still have a chance."""
-        turns = [self.turns[tenant] for tenant, front in self.lineup.fronts.items() if front.all & self.open]
+        turn = self.standings.turn
+        turns = [turn(tenant) for tenant, front in self.lineup.fronts.items() if front.all & self.open]
         heapq.heapify(turns)
         return turns
 

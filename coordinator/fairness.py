@@ -256,16 +256,21 @@ class Standings:
             for name, tenant in self._tenants.items()
             if tenant.limit_memory_mib is None and tenant.limit_compute_milli is None
         }
-        # By tenant: its priority, until it is charged; and the share in time, which stays.
-        self._priority: dict[str, int] = {}
+        # By tenant, once asked for: its turn, until it is charged; and the share in time, which stays.
+        self._turns: dict[str, tuple[bool, int, str]] = {}
         self._time_millionths: dict[str, int] = {}
 
     def turn(self, tenant: str) -> tuple[bool, int, str]:
         """Sort key: the tenant with the lowest goes first. Ties end in the name."""
-        return self._use[tenant].is_last, -self._ranked(tenant), tenant
+        known = self._turns.get(tenant)
+        if known is None:
+            use = self._use[tenant]
+            priority = self._policy.rank(self._policy, use, self._totals)
+            known = self._turns[tenant] = use.is_last, -priority, tenant
+        return known
 
     def charge(self, tenant: str, use: Use) -> None:
-        self._priority.pop(tenant, None)
+        self._turns.pop(tenant, None)
         known = self._use[tenant]
         known.held_memory_mib += use.memory
         known.held_compute_milli += use.compute
@@ -291,7 +296,7 @@ class Standings:
             held=held,
             space=Fraction(*space) if is_known else None,
             time=Fraction(*time),
-            priority=Fraction(self._ranked(tenant), self._unit) if is_known else None,
+            priority=Fraction(-self.turn(tenant)[1], self._unit) if is_known else None,
             over_by_memory_mib=max(0, held.memory - record.quota_memory_mib),
             headroom=headroom(record, held),
         )
@@ -305,7 +310,7 @@ class Standings:
         space_millionths = priority_millionths = 0
         if self._has_gpus:
             space_millionths = nearest_millionths(*space)
-            priority_millionths = nearest_millionths(self._ranked(tenant), self._unit)
+            priority_millionths = nearest_millionths(-self.turn(tenant)[1], self._unit)
         numbers = {
             "space_millionths": space_millionths,
             "time_millionths": time_millionths,
@@ -315,13 +320,6 @@ class Standings:
 
     def tenants(self) -> Iterable[str]:
         return self._tenants
-
-    def _ranked(self, tenant: str) -> int:
-        known = self._priority.get(tenant)
-        if known is None:
-            known = self._policy.rank(self._policy, self._use[tenant], self._totals)
-            self._priority[tenant] = known
-        return known
 
 
 def shares(snapshot: Snapshot, policy: Policy) -> Mapping[str, Share]:
