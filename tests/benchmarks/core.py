@@ -58,6 +58,7 @@ from vgpu.slices import SliceRequest
 
 CARD_MIB = 80 * 1024
 MODELS = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3")
+MODEL_WISHES = ("A100", "H100")
 TENANTS = 100
 BATCH = 500
 FULL = 0.95
@@ -155,13 +156,16 @@ class World:
         """(whole GPUs, thousandths, MiB, cores, model, tasks)"""
         random = self.random
         what = random.choices((0, 1, 2), (CPU_ONLY, sum(FRACTIONS.values()), sum(WHOLES.values())))[0]
-        model = random.choice(("A100", "H100")) if random.random() < 0.1 else ""
+        model = random.choice(MODEL_WISHES) if random.random() < 0.1 else ""
         if what == 0:
             return 0, 0, 0, random.choice((1, 4, 8, 16)), "", 1
         if what == 1:
             milli = random.choices(list(FRACTIONS), list(FRACTIONS.values()))[0]
-            memory = random.randrange(1, 160) * 512 if self._many else 1024 * random.choice(MEMORIES_GIB)
-            return 1, milli, memory, 8, model, 1
+            if self._many:  # one variant in ten is tied to a model: some 1,230 of them
+                step = random.randrange(1, 112)
+                variant = 11 * step + milli
+                return 1, milli, 512 * step, 8, "" if variant % 10 else MODEL_WISHES[step % 2], 1
+            return 1, milli, 1024 * random.choice(MEMORIES_GIB), 8, model, 1
         gpus = random.choices(list(WHOLES), list(WHOLES.values()))[0]
         tasks = random.randrange(2, 5) if random.random() < 0.02 else 1
         return gpus, 1000, None, 11 * gpus, model, tasks
