@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
@@ -74,6 +75,8 @@ class Index:
         # Places of nodes that were read anew since somebody who keeps more about them took this set away.
         self.reread: set[int] = set()
         self.lineups = Lineups()
+        # What the draft that it serves keeps of it.
+        self.searches: tuple[dict[Any, Any], ...] = ()
         self._snapshot: Snapshot | None = None
         self._logged = 0
         self._position: list[int] = []
@@ -155,7 +158,7 @@ class Index:
             if name not in ("_keys", "_minima"):  # what all shapes know is large
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
-        twin._others, twin._parent, twin._reads = {}, self, []
+        twin._others, twin._parent, twin._reads, twin.searches = {}, self, [], ()
         twin._followed = self._reads, len(self._reads)
         twin._nodes = copy(self._nodes)
         twin._nodes.builds = self._nodes.builds.copy()

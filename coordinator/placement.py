@@ -65,6 +65,11 @@ class Draft:
         self._index = index
         if index is not None:
             index.sync(snapshot, rows, held)
+            # It serves one draft at a time. The one before and its searches refer to each other: left so, they would
+            # keep their snapshot until the garbage collector came by.
+            for searches in index.searches:
+                searches.clear()
+            index.searches = self._searches, self._search_of
             return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
