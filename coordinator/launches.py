@@ -44,7 +44,7 @@ class _Attempt:
 
 
 class Launches:
-    """Of one term. `run` ends with `LeadershipLost`, or when it is cancelled."""
+    """Of one term, which goes on while `is_held`. `run` ends with `LeadershipLost`, or when it is cancelled."""
 
     def __init__(
         self,
@@ -53,12 +53,14 @@ class Launches:
         committer: Committer,
         settings: Settings,
         clock_ms: Callable[[], int],
+        is_held: Callable[[], bool],
     ) -> None:
         self._replica = replica
         self._engine = engine
         self._committer = committer
         self._settings = settings
         self._clock_ms = clock_ms
+        self._is_held = is_held
         self._attempts: dict[str, _Attempt] = {}
         self._withdrawn: set[tuple[str, int]] = set()
         self._withdrawing: set[asyncio.Task[None]] = set()
@@ -163,7 +165,7 @@ class Launches:
                 await self._engine.stop(job.id, job.attempt, job.tenant)
                 attempt.is_stopped = True
             else:
-                await self._engine.launch(job, grants_of(job, self._replica.key_values))
+                await self._engine.launch(job, grants_of(job, self._replica.key_values), self._is_held)
                 attempt.is_launched = True
         except EngineRefused as refused:
             log.warning("job=%s attempt=%d engine refused: %s", job.id, job.attempt, refused)

@@ -414,7 +414,7 @@ async def serve_term(
     )
     policy = policy_from(settings)
     scheduler = Scheduler(replica, engine, committer, settings, policy, clock_ms, metrics, memo)
-    launches = Launches(replica, engine, committer, settings, clock_ms)
+    launches = Launches(replica, engine, committer, settings, clock_ms, lambda: term.is_held)
     sweep = Sweep(store, replica, engine, committer, settings, clock_ms)
 
     async def until_lost() -> None:

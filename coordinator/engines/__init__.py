@@ -61,8 +61,12 @@ class Engine(Protocol):
     name: str
     by_grants: bool
 
-    async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
-        """Starts all tasks of the attempt. Raises `EngineUnavailable` or `EngineRefused`."""
+    async def launch(
+        self, job: Job, grants: Sequence[Grant], is_held: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Starts all tasks of the attempt. `is_held` is asked last of all, whether the term of whoever launches goes on:
+        a process that was stopped in between must not start what others have ended since. Raises `EngineUnavailable`
+        or `EngineRefused`."""
 
     async def stop(self, job: str, attempt: int, tenant: str) -> None:
         """Asks for the end of all tasks of the attempt."""

@@ -29,7 +29,9 @@ class AgentEngine:
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
 
-    async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
+    async def launch(
+        self, job: Job, grants: Sequence[Grant], is_held: Callable[[], bool] = lambda: True
+    ) -> None:
         """Nothing: the committed grants are the launch."""
 
     async def stop(self, job: str, attempt: int, tenant: str) -> None:

@@ -65,7 +65,9 @@ class NomadEngine:
         self._version = ""
         self._locks: WeakValueDictionary[Attempt, asyncio.Lock] = WeakValueDictionary()
 
-    async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
+    async def launch(
+        self, job: Job, grants: Sequence[Grant], is_held: Callable[[], bool] = lambda: True
+    ) -> None:
         """Registers the attempt. One that Nomad has already, running or stopped, is left as it is: it is never
         started twice, and `observe` tells how it is or how it ended."""
         attempt = (job.id, job.attempt)
@@ -79,6 +81,8 @@ class NomadEngine:
                 rendered = await self._render(job, grants)
                 await self._end_previous(job)
                 await self._until_free(grants)
+                if not is_held():
+                    raise EngineUnavailable("the term is over")  # Nomad has no fence of ours (LE-4)
                 self._wishes.launched[attempt] = job
                 self._wishes.remains.put(attempt, nomad_id_of(job), seats_granted(grants))
                 await self._register(rendered, attempt)

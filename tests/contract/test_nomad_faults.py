@@ -656,6 +656,20 @@ async def test_what_the_leader_before_may_have_sent_is_not_refused(world: World)
         await world.launch(engine, new)
 
 
+async def test_a_term_that_is_over_by_then_registers_nothing(world: World) -> None:
+    """LE-4: stopped in the middle of a launch for longer than its lease, and going on where the next leader has ended
+    the attempt since. Nomad would take it."""
+    engine, job = world.engine(), world.job(LONG)
+    held = [True]
+    world.web.answers.append(("GET", "/v1/agent/self", 500, "busy"))
+    with pytest.raises(EngineUnavailable):
+        await engine.launch(job, world.grants(job), lambda: held[0])
+    held[0] = False
+    with pytest.raises(EngineUnavailable, match="the term is over"):
+        await engine.launch(job, world.grants(job), lambda: held[0])
+    assert await world.engine().list() == []
+
+
 async def test_launch_between_two_reads_is_not_taken_for_a_purge(world: World) -> None:
     world.nodes["n3"] = "00000000-0000-4000-8000-000000000000"
     engine, job = world.engine(), world.job(LONG, LONG, nodes=("n1", "n3"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -43,10 +43,13 @@ class Ears:
 
     name: str = "nomad"
     by_grants: bool = False
+    is_term_held: bool = True
     told: list[tuple[str, str, int]] = field(factory=list)
     fails: list[Exception] = field(factory=list)
 
-    async def launch(self, job: Job, grants: Sequence[object]) -> None:
+    async def launch(self, job: Job, grants: Sequence[object], is_held: Callable[[], bool]) -> None:
+        if not is_held():
+            raise EngineUnavailable("the term is over")
         self._hear("launch", job.id, job.attempt)
         assert len(grants) == 1
 
@@ -99,7 +102,7 @@ async def world(*fails: Exception, by_grants: bool = False) -> AsyncIterator[Wor
     await replica.wait_for(elected.revision)
     engine = Ears(fails=list(fails), by_grants=by_grants)
     committer = Committer(store, SETTINGS, leadership, 0, elected.revision)
-    launches = Launches(replica, engine, committer, SETTINGS, lambda: START_MS)  # type: ignore[arg-type]
+    launches = Launches(replica, engine, committer, SETTINGS, lambda: START_MS, lambda: engine.is_term_held)  # type: ignore[arg-type]
     telling = asyncio.create_task(launches.run())
     try:
         yield World(store, replica, engine)
@@ -177,6 +180,14 @@ async def test_a_refusal_ends_the_attempt() -> None:
         ended = decode(Task, item.value)
         assert (ended.state, ended.released) == (TaskState.EXITED, True)
         assert (ended.fault, ended.detail) == ("launch_failed", "no such driver")
+        assert w.engine.told == []
+
+
+async def test_le4_the_engine_is_told_how_to_ask_whether_the_term_goes_on() -> None:
+    async with world() as w:
+        w.engine.is_term_held = False
+        await w.start(live())
+        await asyncio.sleep(3 * SETTINGS.back_off_seconds)
         assert w.engine.told == []
 
 

@@ -61,7 +61,9 @@ class StopsOnly(AgentEngine):
             raise EngineUnavailable("down")
         self.heard.append((job, attempt, tenant))
 
-    async def launch(self, job: Job, grants: Sequence[Grant]) -> None:
+    async def launch(
+        self, job: Job, grants: Sequence[Grant], is_held: Callable[[], bool] = lambda: True
+    ) -> None:
         """Nobody waits for it here."""
 
 
@@ -80,7 +82,9 @@ def on_virtual_time(
         following = asyncio.create_task(replica.run())
         await replica.ready()
         committer = Committer(store, SETTINGS, LEADERSHIP, 0, elected.revision)
-        launches = Launches(replica, engine or AgentEngine(_nowhere), committer, SETTINGS, lambda: 0)
+        launches = Launches(
+            replica, engine or AgentEngine(_nowhere), committer, SETTINGS, lambda: 0, lambda: True
+        )
         await test(store, launches)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
