@@ -79,7 +79,6 @@ class Index:
         self.searches: tuple[dict[Any, Any], ...] = ()
         self._snapshot: Snapshot | None = None
         self._logged = 0
-        self._position: list[int] = []
         self._touched: set[int] = set()
         self._held: frozenset[str] = frozenset()
         self._others: dict[str, list[Index]] = {}
@@ -96,7 +95,7 @@ class Index:
         self._fits: dict[tuple[int, int, int], Fit] = {}
         self._sums = np.zeros((0, k.SUM_WIDTH), np.int64)
         self._last_shapes: Mapping[int, Shape] | None = None
-        self._last_numbers: list[tuple[int, ...]] = []
+        self._last_numbers, self._last_counts = np.zeros(0, np.int64), list[int]()
         self._forget_shapes()
         self._set_prices(None)
 
@@ -185,7 +184,7 @@ class Index:
         """New prices change every answer."""
         self.worth = worth
         self._set_prices(worth)
-        self._position = [-1] * len(self._position)
+        self._positions[:] = -1
 
     def _follow(self, snapshot: Snapshot) -> bool:
         """Reads anew the nodes that changed; False where so much changed that all must be read."""
@@ -431,9 +430,9 @@ class Index:
 
     def catch_up(self, asked: _Asked, fallback: Fallback) -> None:
         """Answers anew for the nodes that changed."""
-        if self._position[asked.number] != self._logged:
+        if self._positions[asked.number] != self._logged:
             self._stamp += 1
-            left = k.catch_up(*self._tables(asked.number, self._position[asked.number]))
+            left = k.catch_up(*self._tables(asked.number))
             self._fall_back(asked, left, fallback)
 
     def place(
@@ -445,13 +444,12 @@ class Index:
         self._stamp += 1
         nodes = self._nodes
         left, node, code, idle = k.place(
-            *self._tables(asked.number, self._position[asked.number]),
+            *self._tables(asked.number),
             nodes.block_place, self._idle_in, nodes.name_order, taking,
         )  # fmt: skip
         if left:
             self._fall_back(asked, left, fallback)
             return self.place(asked, fallback, taking=taking)
-        self._position[asked.number] = self._logged
         if node < 0:
             return None
         found = self._fit(asked, node, code)
@@ -461,20 +459,19 @@ class Index:
             self._python_rows.pop(node, None)
         return nodes.names[node], found, idle
 
-    def _tables(self, number: int | Table, first: int | Table) -> tuple[object, ...]:
-        """What `kernels.catch_up` wants for a shape that has seen the log up to `first`."""
+    def _tables(self, number: int | Table) -> tuple[object, ...]:
+        """What `kernels.catch_up` wants for a shape."""
         return (
             self._rows, self._sums, self._shapes, number, self._build_table, self._compat, self._labels,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
-            self._log, first, self._logged, self._stamps, self._stamp, self._odd,
+            self._log, self._positions, self._logged, self._stamps, self._stamp, self._odd,
         )  # fmt: skip
 
     def _fall_back(self, asked: _Asked, left: int, fallback: Fallback) -> None:
         """Nodes of odd builds are answered by the caller."""
         for number in self._odd[:left].tolist():
             self._put(asked, number, fallback(self._nodes.names[number]))
-        self._position[asked.number] = self._logged
 
     def in_order(self, asked: _Asked) -> list[str]:
         """All nodes where it fits, the best one first."""
@@ -555,23 +552,18 @@ class Index:
         """For each shape whether all kinds of its tasks fit somewhere, in one call. There are no odd nodes. Fastest for
         the mapping that it was asked for last."""
         if self._last_shapes is not shapes:
-            self._last_shapes = shapes
-            self._last_numbers = [self._numbers_of(shape) for shape in shapes.values()]
-        numbers_of = self._last_numbers
-        numbers = [number for ours in numbers_of for number in ours]
-        fits = np.zeros(len(numbers), np.bool_)
-        if numbers:
-            first = np.array([self._position[number] for number in numbers], np.int64)
-            tables = self._tables(np.array(numbers, np.int64), first)
-            k.fit_somewhere(*tables, fits)
-            self._stamp += len(numbers)
-            for number in numbers:
-                self._position[number] = self._logged
-        if len(numbers) == len(numbers_of):
-            return fits.tolist()
-        ends = itertools.accumulate(len(ours) for ours in numbers_of)
-        found = fits.tolist()
-        return [all(found[end - len(ours) : end]) for ours, end in zip(numbers_of, ends, strict=True)]
+            self._last_shapes, known = shapes, self._shape_numbers
+            numbers_of = [known.get(shape) or self._numbers_of(shape) for shape in shapes.values()]
+            self._last_numbers = np.array([*itertools.chain.from_iterable(numbers_of)], np.int64)
+            self._last_counts = [len(numbers) for numbers in numbers_of]
+        fits = np.zeros(len(self._last_numbers), np.bool_)
+        k.fit_somewhere(*self._tables(self._last_numbers), fits)
+        self._stamp += len(fits)
+        found: list[bool] = fits.tolist()
+        if self._last_counts.count(1) == len(self._last_counts):
+            return found
+        each = iter(found)
+        return [all(tuple(itertools.islice(each, count))) for count in self._last_counts]
 
     def _numbers_of(self, shape: Shape) -> tuple[int, ...]:
         known = self._shape_numbers.get(shape)
@@ -609,21 +601,20 @@ class Index:
         self._shape_numbers: dict[Shape, tuple[int, ...]] = {}
         self._last_shapes = None
         self._constraints: dict[Constraints, int] = {}
-        self._position = []
         nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
         blocks = len(self._nodes.block_starts) - 1 if nodes else 0
         widths = k.S_WIDTH, nodes, len(REASONS), blocks, max(4, len(self._build_table))
-        self._of_shapes = tuple(np.zeros((16, width), np.int64) for width in widths)
+        tables = [np.zeros((16, width), np.int64) for width in widths]
+        self._of_shapes = (*tables, np.zeros(16, np.int64))
         self._labels = np.ones((4, nodes), np.bool_)
         self._fits.clear()
 
     def _keep_half(self) -> None:
         """Of the shapes, those that were asked for last."""
-        last = sorted(self._asked.values(), key=lambda asked: -self._position[asked.number])
+        last = sorted(self._asked.values(), key=lambda asked: -self._positions[asked.number])
         kept = last[: len(last) // 2]
         numbers = [asked.number for asked in kept]
         self._of_shapes = tuple(table[numbers] for table in self._of_shapes)
-        self._position = [self._position[number] for number in numbers]
         self._asked = {
             (asked.task, asked.constraints): evolve(asked, number=number) for number, asked in enumerate(kept)
         }
@@ -634,11 +625,11 @@ class Index:
     @property
     def _of_shapes(self) -> tuple[Table, ...]:
         """The tables that have a row for each shape."""
-        return self._shapes, self._keys, self._counts, self._minima, self._compat
+        return self._shapes, self._keys, self._counts, self._minima, self._compat, self._positions
 
     @_of_shapes.setter
     def _of_shapes(self, tables: tuple[Table, ...]) -> None:
-        self._shapes, self._keys, self._counts, self._minima, self._compat = tables
+        self._shapes, self._keys, self._counts, self._minima, self._compat, self._positions = tables
 
     def _grow_compat(self) -> None:
         if self._compat.shape[1] < len(self._build_table):
@@ -650,10 +641,11 @@ class Index:
             self._compat[asked.number, build] = compat(asked.task, self._build_of[build])
 
     def _enter(self, task: TaskShape, constraints: Constraints) -> _Asked:
-        number = len(self._position)
+        number = len(self._asked)
         if number == len(self._keys):
             self._of_shapes = tuple(map(grown, self._of_shapes))
         self._keys[number], self._counts[number], self._minima[number] = k.UNKNOWN, 0, k.NOTHING
+        self._positions[number] = -1
         if constraints not in self._constraints:
             place = self._constraints[constraints] = len(self._constraints)
             if place == len(self._labels):
@@ -671,7 +663,6 @@ class Index:
         )
         for build, known in enumerate(self._build_of):
             self._compat[number, build] = compat(task, known)
-        self._position.append(-1)
         return _Asked(task, constraints, number)
 
     def _put(self, asked: _Asked, number: int, found: Fit | ReasonCode) -> None:

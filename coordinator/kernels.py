@@ -356,13 +356,14 @@ def _bound_after(
 @_compiled
 def catch_up(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
 ):  # fmt: skip
-    """Answers anew for the nodes that were logged from `first` to `last`, or for all where first < 0 or the log has
-    forgotten some. Returns how many of them are left to the caller in `odd`, since they are of a build that this page
-    does not know."""
+    """Answers anew for the nodes that were logged up to `last` since the shape was asked, or for all where it never was
+    (-1) or the log has forgotten some. Returns how many of them are left to the caller in `odd`, since they are of a
+    build that this page does not know."""
     scratch = sums[len(rows), SUM_BOUNDS:]
     shape = shapes[s]
+    first, positions[s] = positions[s], last
     left = 0
     dirty = -1
     is_all = first < 0 or last - first > len(log)
@@ -390,15 +391,15 @@ def catch_up(
 @_compiled
 def fit_somewhere(
     rows, sums, shapes, numbers, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd, fits,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd, fits,
 ):  # fmt: skip
-    """`catch_up` for many shapes, of which `first` tells how much of the log each has seen; and which of them fit."""
+    """`catch_up` for many shapes, and which of them fit."""
     for i in range(len(numbers)):
         s = numbers[i]
-        if first[i] != last:
+        if positions[s] != last:
             catch_up(
                 rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-                keys, counts, minima, block_of, block_starts, log, first[i], last, stamps, stamp + 1 + i, odd,
+                keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp + 1 + i, odd,
             )  # fmt: skip
         fits[i] = not is_refused(counts, s, len(rows))
 
@@ -505,14 +506,14 @@ def isolation_of(kept, beside):
 @_compiled
 def place(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
     block_place, idle_in, name_order, taking,
 ):  # fmt: skip
     """`catch_up`, `best_node` and `choose` in one, and where it is asked for `take` too: (nodes left to the caller,
     node, how the task stands there, whole GPUs of the node before)."""
     left = catch_up(
         rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-        keys, counts, minima, block_of, block_starts, log, first, last, stamps, stamp, odd,
+        keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
     )  # fmt: skip
     if left:
         return left, -1, np.int64(0), 0
