@@ -129,7 +129,12 @@ def _more(seed: int) -> tuple[dict[str, float], list[Fault]]:
     random = Random(f"{seed}/more")
     odds = {kind: random.choice((0.02, 0.1)) for kind in EVENT_FAULTS if random.random() < 0.5}
     times = [round(random.uniform(1.0, FAULTS_UNTIL_SECONDS), 3) for _ in range(random.choice((0, 0, 1, 2)))]
-    return odds, [Fault(at, "nomad_restart") for at in times]
+    faults = [Fault(at, "nomad_restart") for at in times]
+    if random.random() < 0.2:
+        # So long that whatever Nomad was sent before is thought to have arrived (`missing_grace_seconds`).
+        at, seconds = round(random.uniform(1.0, 35.0), 3), round(random.uniform(12.0, 35.0), 3)
+        faults.append(Fault(at, "leader_pause", seconds))
+    return odds, faults
 
 
 def _pulls(seed: int) -> tuple[Random, list[Fault]]:
