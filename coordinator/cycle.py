@@ -26,7 +26,7 @@ from attrs import frozen
 from coordinator import gangs
 from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
-from coordinator.lineup import Cards, Line, Lineups
+from coordinator.lineup import Line, Lineups, Shapes
 from coordinator.model import Allocation, Job
 from coordinator.placement import Draft, Spot
 from coordinator.queues import TenantQueue, overdue
@@ -82,7 +82,9 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
         cycle.serve_the_longest_waiting()
     cycle.serve_everybody()
     placed = frozenset(placement.job.id for placement in cycle.placements)
-    waiting = Waiting(snapshot, cycle.room, cycle.standings, cycle.entitlement, cycle.cards, placed)
+    waiting = Waiting(
+        snapshot, cycle.room, cycle.standings, cycle.entitlement, cycle.lineup.order.cards, placed
+    )
     return Plan(snapshot.revision, tuple(cycle.placements), waiting, cycle.room.reservation)
 
 
@@ -93,9 +95,8 @@ class _Cycle:
     def __init__(self, snapshot: Snapshot, policy: Policy, memo: Index | None) -> None:
         self.snapshot = snapshot
         self.policy = policy
-        self.cards = Cards(snapshot)
         self.standings = Standings(snapshot, policy)
-        self.lineup = (Lineups() if memo is None else memo.lineups).of(snapshot, self.cards)
+        self.lineup = (Lineups() if memo is None else memo.lineups).of(snapshot)
         self.entitlement = Entitlement(snapshot, policy, self.lineup.wanted)
         self.room = Room(Draft(snapshot, index=memo), policy)
         self.queues: dict[str, TenantQueue] = {}
@@ -218,7 +219,7 @@ class _Cycle:
         if reservation.due_ms is not None:
             self._queue(tenant).keep(self.beside, reservation.due_ms - self.snapshot.now_ms)
 
-    def _waiting_shapes(self) -> Mapping[int, Shape]:
+    def _waiting_shapes(self) -> Shapes:
         """Of all tenants; those refused already too, so that the set is the same from cycle to cycle."""
         waiting = functools.reduce(operator.or_, [front.all for front in self.lineup.fronts.values()])
         return self.lineup.order.shapes(waiting)

@@ -17,9 +17,10 @@ less busy.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
 
 from attrs import frozen
@@ -30,7 +31,7 @@ from coordinator.fit import Fit, after
 from coordinator.freeing_kernels import UNKNOWN_MS
 from coordinator.gangs import NO_LIMIT, place
 from coordinator.lifecycle import REFUSED_SECONDS
-from coordinator.lineup import Line
+from coordinator.lineup import Line, Shapes
 from coordinator.model import Job, TaskPlacement
 from coordinator.nodes import OTHER_THAN, Piece, Row
 from coordinator.placement import Draft, Spot
@@ -143,13 +144,13 @@ class Room:
             for task in shape.tasks
         )
 
-    def fitting(self, shapes: Mapping[int, Shape], draft: Draft | None = None) -> int:
-        """Of these shapes, each by its bit, those that may find room in the draft, the whole one where none is given;
-        the others are refused there."""
+    def fitting(self, asked: Shapes, draft: Draft | None = None) -> int:
+        """The lines of those shapes that may find room in the draft, the whole one where none is given; the others are
+        refused there."""
         draft = draft or self.draft
-        fits = draft.fitting(shapes)
-        self._refused[draft].update(compress(shapes.values(), map(operator.not_, fits)))
-        return sum(compress(shapes, fits))
+        fits = draft.fitting(asked.shapes)
+        self._refused[draft].update(compress(asked.shapes, map(operator.not_, fits)))
+        return functools.reduce(operator.or_, compress(asked.lines, fits), 0)
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""

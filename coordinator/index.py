@@ -94,7 +94,7 @@ class Index:
         self._models: dict[str, int] = {"": 0}
         self._fits: dict[tuple[int, int, int], Fit] = {}
         self._sums = np.zeros((0, k.SUM_WIDTH), np.int64)
-        self._last_shapes: Mapping[int, Shape] | None = None
+        self._last_shapes: Sequence[Shape] | None = None
         self._last_numbers, self._last_counts = np.zeros(0, np.int64), list[int]()
         self._forget_shapes()
         self._set_prices(None)
@@ -548,12 +548,12 @@ class Index:
     def odd_nodes(self) -> list[str]:
         return [self._nodes.names[number] for number in sorted(self._odd_nodes)]
 
-    def fitting_shapes(self, shapes: Mapping[int, Shape]) -> list[bool]:
+    def fitting_shapes(self, shapes: Sequence[Shape]) -> list[bool]:
         """For each shape whether all kinds of its tasks fit somewhere, in one call. There are no odd nodes. Fastest for
-        the mapping that it was asked for last."""
+        the sequence that it was asked for last."""
         if self._last_shapes is not shapes:
             self._last_shapes, known = shapes, self._shape_numbers
-            numbers_of = [known.get(shape) or self._numbers_of(shape) for shape in shapes.values()]
+            numbers_of = [known.get(shape) or self._numbers_of(shape) for shape in shapes]
             self._last_numbers = np.array([*itertools.chain.from_iterable(numbers_of)], np.int64)
             self._last_counts = [len(numbers) for numbers in numbers_of]
         fits = np.zeros(len(self._last_numbers), np.bool_)

@@ -9,11 +9,10 @@ All of this is a memo, compared with what it was made from; nothing is decided h
 
 from __future__ import annotations
 
-import functools
-import operator
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from attrs import define, frozen
 from msgspec import Struct
@@ -48,10 +47,10 @@ class Needs:
 
 
 class Cards:
-    """The kinds of GPU in the cluster, to say what a whole card is at least (FR-5: only real GPUs count)."""
+    """The kinds of GPU in the cluster (`Snapshot.kinds`), to say what a whole card is at least (FR-5: only real GPUs count)."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.kinds = snapshot.kinds
+    def __init__(self, kinds: Sequence[Gpu]) -> None:
+        self.kinds = kinds
         self._needs: dict[Shape, Needs] = {}
 
     def needs(self, shape: Shape) -> Needs:
@@ -92,22 +91,29 @@ class Line:
     peers: int
 
 
+class Shapes(NamedTuple):
+    """Shapes, and beside each the set of all its lines."""
+
+    lines: Sequence[int]
+    shapes: Sequence[Shape]
+
+
 class Order:
     """The places of lines in sets. Lines are only added, so that who has taken it may go on while others add theirs; once
     there is no place left between two lines, the next to come starts with another order."""
 
-    def __init__(self, kinds: Sequence[Gpu]) -> None:
-        self.kinds = kinds
+    def __init__(self, cards: Cards) -> None:
+        self.cards = cards
         self.lines: dict[LineKey, Line] = {}
         self.at: dict[int, Line] = {}  # by place
         self._of_shape: dict[Shape, int] = {}
         self._ranks: list[tuple[int, tuple[int, int, int]]] = []
         self._places: list[int] = []
-        self._last_shapes: tuple[int, Mapping[int, Shape]] = 0, {}
+        self._last_shapes = 0, Shapes((), ())
 
-    def add(self, key: LineKey, cards: Cards) -> bool:
+    def add(self, key: LineKey) -> bool:
         """False where there is no place for it."""
-        needs = cards.needs(key.shape)
+        needs = self.cards.needs(key.shape)
         rank = (-key.priority, needs.size)
         first, last = bisect_left(self._ranks, rank), bisect_right(self._ranks, rank)
         # Between which two of its peers does not matter: where most is left.
@@ -117,7 +123,9 @@ class Order:
         if self._gap(spot) < 2:
             return False
         bit = 1 << place
-        line = Line(key, key.priority, key.shape, needs, needs.use, cards.most(key.shape), place, bit, bit)
+        line = Line(
+            key, key.priority, key.shape, needs, needs.use, self.cards.most(key.shape), place, bit, bit
+        )
         for at in self._places[first:last]:
             peer = self.at[at]
             peer.peers |= line.bit
@@ -137,13 +145,22 @@ class Order:
         """All lines of a shape."""
         return self._of_shape[shape]
 
-    def shapes(self, lines: int) -> Mapping[int, Shape]:
-        """The shapes of a set of lines, each by all of its own, and maybe as many more: as long as that is true of the
-        mapping that was told last it is that one."""
+    def shapes(self, lines: int) -> Shapes:
+        """The shapes of a set of lines, and maybe as many more: as long as that is true of those that were told last,
+        those."""
         covered, last = self._last_shapes
-        if lines & ~covered or 2 * lines.bit_count() < covered.bit_count():
-            last = {its: shape for shape, its in self._of_shape.items() if its & lines}
-            self._last_shapes = functools.reduce(operator.or_, last, 0), last
+        if 2 * lines.bit_count() < covered.bit_count():
+            covered, last = 0, Shapes((), ())
+        new = lines & ~covered
+        if new:
+            shapes = dict.fromkeys(last.shapes)
+            while new:
+                shape = self.at[(new & -new).bit_length() - 1].shape
+                shapes[shape] = None
+                covered |= self._of_shape[shape]
+                new &= ~covered
+            last = Shapes(tuple([self._of_shape[shape] for shape in shapes]), tuple(shapes))
+            self._last_shapes = covered, last
         return last
 
 
@@ -178,16 +195,16 @@ class Lineups:
     """The newest lineup, from which the next one is made. It serves one cycle at a time."""
 
     def __init__(self) -> None:
-        self._last = Lineup(Order(()), {})
+        self._last = Lineup(Order(Cards(())), {})
 
-    def of(self, snapshot: Snapshot, cards: Cards) -> Lineup:
-        self._last = self._follow(snapshot, cards) or self._anew(snapshot, cards)
+    def of(self, snapshot: Snapshot) -> Lineup:
+        self._last = self._follow(snapshot) or self._anew(snapshot)
         return self._last
 
-    def _follow(self, snapshot: Snapshot, cards: Cards) -> Lineup | None:
+    def _follow(self, snapshot: Snapshot) -> Lineup | None:
         """None where all must be made anew: other cards, or no place for a new line."""
         order, known = self._last.order, self._last.fronts
-        if order.kinds != cards.kinds:
+        if order.cards.kinds != snapshot.kinds:
             return None
         changed: dict[str, Collection[LineKey]] = {}
         for tenant, lines in snapshot.lines.items():
@@ -195,7 +212,7 @@ class Lineups:
             if front.lines is not lines:
                 keys = changed[tenant] = _changed(lines, front.lines)
                 for key in keys:
-                    if key not in order.lines and key in lines and not order.add(key, cards):
+                    if key not in order.lines and key in lines and not order.add(key):
                         return None
         fronts = {
             tenant: _front(known.get(tenant, _NOBODY), lines, changed[tenant], order)
@@ -205,14 +222,18 @@ class Lineups:
         }
         return Lineup(order, fronts)
 
-    def _anew(self, snapshot: Snapshot, cards: Cards) -> Lineup:
+    def _anew(self, snapshot: Snapshot) -> Lineup:
         """Lines that nobody waits in any more keep their places, unless there are many of them."""
-        order, waited_in = Order(cards.kinds), {key for lines in snapshot.lines.values() for key in lines}
-        known = self._last.order.lines.keys()
-        keys = waited_in | known if len(known) < _FEW_LINES + 4 * len(waited_in) else waited_in
+        keys, before = {key for lines in snapshot.lines.values() for key in lines}, self._last.order
+        cards = before.cards
+        if cards.kinds != snapshot.kinds or len(before.lines) > _FEW_LINES + 4 * len(keys):
+            cards = Cards(snapshot.kinds)
+        else:
+            keys |= before.lines.keys()
+        order = Order(cards)
         # Of equal rank in any order: no decision depends on it.
         for key in sorted(keys, key=lambda key: (-key.priority, cards.needs(key.shape).size)):
-            order.add(key, cards)
+            order.add(key)
         fronts = {tenant: _front(_NOBODY, lines, lines, order) for tenant, lines in snapshot.lines.items()}
         return Lineup(order, fronts)
 

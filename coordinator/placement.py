@@ -155,13 +155,13 @@ class Draft:
             search = self._search_of[shape] = self.search(task, shape.constraints)
         return search.take_best()
 
-    def fitting(self, shapes: Mapping[int, Shape]) -> list[bool]:
+    def fitting(self, shapes: Sequence[Shape]) -> list[bool]:
         """For each shape whether all kinds of its tasks fit somewhere; a gang may still not fit as a whole."""
         if self._index is not None and not self._index.has_odd_nodes:
             return self._index.fitting_shapes(shapes)
         return [
             all(self.search(task, shape.constraints).fits_somewhere for task in shape.tasks if task.count)
-            for shape in shapes.values()
+            for shape in shapes
         ]
 
     def take(self, spots: Iterable[Spot]) -> None:

@@ -139,7 +139,7 @@ def why_never(spec: JobSpec, snapshot: Snapshot) -> Reason | None:
     """Why a job can never run on this cluster or within its tenant's limit, with everything on it idle and well.
     None if it can, or if no node is known yet. Nodes that are down count as there (QF-2): they may be repaired."""
     shape = shape_of(spec)
-    limited = _beyond_limit(shape, snapshot.tenant(spec.tenant), Cards(snapshot))
+    limited = _beyond_limit(shape, snapshot.tenant(spec.tenant), Cards(snapshot.kinds))
     return limited or _fits_never(shape, snapshot)
 
 

@@ -19,7 +19,7 @@ from coordinator.cluster import Snapshot
 from coordinator.cycle import Plan, plan_cycle
 from coordinator.fairness import Policy, Standings
 from coordinator.guard import is_marked, planned, reason_of, without
-from coordinator.lineup import Cards, Lineups
+from coordinator.lineup import Lineups
 from coordinator.model import Job
 from coordinator.queues import TenantQueue, is_ready
 from vgpu.reasons import Reason
@@ -37,7 +37,7 @@ def waiting_order(snapshot: Snapshot, policy: Policy, first: str = "") -> Iterat
     """The waiting jobs in the order in which they would get slices if all of them fitted: the tenant whose turn it is
     gives its next job and is charged for it. The job that nodes are held for (`first`) leads; those in a back-off
     come last. Each step costs the logarithm of the tenants and lines, so that a page of a long queue is cheap."""
-    standings, lineup = Standings(snapshot, policy), Lineups().of(snapshot, Cards(snapshot))
+    standings, lineup = Standings(snapshot, policy), Lineups().of(snapshot)
     queues = {t: TenantQueue(snapshot, t, lineup, policy.max_wait_seconds) for t in snapshot.lines}
     ahead = snapshot.waiting_jobs.get(first)
     if ahead is not None:

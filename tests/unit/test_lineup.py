@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from coordinator.lineup import Cards, Lineup, Lineups
+from coordinator.lineup import Lineup, Lineups
 from coordinator.model import JobGone
 from coordinator.snapshot import LineKey
 from tests.builders import GIB, World, gpu, job, node
@@ -76,8 +76,8 @@ def test_what_follows_is_what_is_made_from_nothing() -> None:
                 w.see(JobGone(gone.id, "queue"))
         if random.random() < 0.7:
             snapshot = w.snapshot()
-            lineup = lineups.of(snapshot, Cards(snapshot))
-            assert told(lineup) == told(Lineups().of(snapshot, Cards(snapshot)))
+            lineup = lineups.of(snapshot)
+            assert told(lineup) == told(Lineups().of(snapshot))
             holds(lineup)
             orders.add(id(lineup.order))
     assert not waiting
@@ -89,8 +89,8 @@ def test_a_new_kind_of_card_is_a_new_order() -> None:
     w = World(node("n1", [gpu("n1", 0, 40 * GIB)]))
     w.submit(job("whole"), job("slice", memory=20 * GIB, compute=100))
     lineups = Lineups()
-    assert lineups.of(w.snapshot(), Cards(w.snapshot())).fronts["a"].wanted.memory == 60 * GIB
+    assert lineups.of(w.snapshot()).fronts["a"].wanted.memory == 60 * GIB
     w.add(node("n2", [gpu("n2", 0, 16 * GIB, "T4")]))
-    lineup = lineups.of(w.snapshot(), Cards(w.snapshot()))
+    lineup = lineups.of(w.snapshot())
     assert lineup.fronts["a"].wanted.memory == 36 * GIB
     holds(lineup)

@@ -20,7 +20,7 @@ def order(*jobs: Job, now: int = 0, max_wait: int = 3 * DAY, refuse: tuple[str, 
     w.now = now
     w.submit(*jobs)
     snapshot = w.snapshot()
-    queue = TenantQueue(snapshot, "a", Lineups().of(snapshot, Cards(snapshot)), max_wait)
+    queue = TenantQueue(snapshot, "a", Lineups().of(snapshot), max_wait)
     out = []
     while (head := queue.first()) is not None:
         _, one = head
@@ -122,7 +122,7 @@ def test_overdue_looks_at_the_front_of_each_line():
 )
 def test_what_a_job_needs_in_all(of, expected):
     w = World(node("n1", [gpu("n1", 0, 16 * GIB, "T4"), gpu("n1", 1, 80 * GIB, "A100")]), node("cpu", gpus=0))
-    assert Cards(w.snapshot()).needs(shape_of(of)) == expected
+    assert Cards(w.snapshot().kinds).needs(shape_of(of)) == expected
 
 
 def test_fr5_a_whole_card_is_no_mig_instance_and_no_card_in_mig_mode():
@@ -132,4 +132,4 @@ def test_fr5_a_whole_card_is_no_mig_instance_and_no_card_in_mig_mode():
         gpu("n1", 2, 40 * GIB),
     ]
     w = World(node("n1", cards))
-    assert Cards(w.snapshot()).needs(shape_of(spec())).memory_mib == 40 * GIB
+    assert Cards(w.snapshot().kinds).needs(shape_of(spec())).memory_mib == 40 * GIB
