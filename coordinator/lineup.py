@@ -9,6 +9,9 @@ All of this is a memo, compared with what it was made from; nothing is decided h
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -91,6 +94,10 @@ class Line:
     peers: int
 
 
+# Priority, turned round, and `Needs.size`.
+Rank = tuple[int, tuple[int, int, int]]
+
+
 class Shapes(NamedTuple):
     """Shapes, and beside each the set of all its lines."""
 
@@ -102,39 +109,54 @@ class Order:
     """The places of lines in sets. Lines are only added, so that who has taken it may go on while others add theirs; once
     there is no place left between two lines, the next to come starts with another order."""
 
-    def __init__(self, cards: Cards) -> None:
+    def __init__(self, cards: Cards, keys: Iterable[LineKey] = ()) -> None:
         self.cards = cards
         self.lines: dict[LineKey, Line] = {}
         self.at: dict[int, Line] = {}  # by place
         self._of_shape: dict[Shape, int] = {}
-        self._ranks: list[tuple[int, tuple[int, int, int]]] = []
+        self._ranks: list[Rank] = []
         self._places: list[int] = []
         self._last_shapes = 0, Shapes((), ())
 
+        # Of equal rank in any order: no decision depends on it.
+        ranked = sorted(((self._rank(key), key) for key in keys), key=operator.itemgetter(0))
+        for spot, (rank, key) in enumerate(ranked):
+            self._put(key, rank, spot, _SPREAD * (spot + 1))
+        for _, group in itertools.groupby(self.at.values(), lambda line: (line.priority, line.needs.size)):
+            lines = [*group]
+            peers = functools.reduce(operator.or_, [line.bit for line in lines])
+            for line in lines:
+                line.peers = peers
+
     def add(self, key: LineKey) -> bool:
         """False where there is no place for it."""
-        needs = self.cards.needs(key.shape)
-        rank = (-key.priority, needs.size)
+        rank = self._rank(key)
         first, last = bisect_left(self._ranks, rank), bisect_right(self._ranks, rank)
         # Between which two of its peers does not matter: where most is left.
         spot = max(range(first, last + 1), key=self._gap)
-        below = self._places[spot - 1] if spot else -1
-        place = below + (self._gap(spot) + 1) // 2
-        if self._gap(spot) < 2:
+        gap = self._gap(spot)
+        if gap < 2:
             return False
-        bit = 1 << place
-        line = Line(
-            key, key.priority, key.shape, needs, needs.use, self.cards.most(key.shape), place, bit, bit
-        )
-        for at in self._places[first:last]:
-            peer = self.at[at]
+        peers = [self.at[place] for place in self._places[first:last]]
+        below = self._places[spot - 1] if spot else -1
+        line = self._put(key, rank, spot, below + (gap + 1) // 2)
+        for peer in peers:
             peer.peers |= line.bit
             line.peers |= peer.bit
+        return True
+
+    def _rank(self, key: LineKey) -> Rank:
+        return -key.priority, self.cards.needs(key.shape).size
+
+    def _put(self, key: LineKey, rank: Rank, spot: int, place: int) -> Line:
+        needs, bit = self.cards.needs(key.shape), 1 << place
+        most = self.cards.most(key.shape)
+        line = Line(key, key.priority, key.shape, needs, needs.use, most, place, bit, bit)
         self._ranks.insert(spot, rank)
         self._places.insert(spot, place)
         self.at[place] = self.lines[key] = line
-        self._of_shape[key.shape] = self._of_shape.get(key.shape, 0) | line.bit
-        return True
+        self._of_shape[key.shape] = self._of_shape.get(key.shape, 0) | bit
+        return line
 
     def _gap(self, spot: int) -> int:
         """How far the places before and after it are from each other."""
@@ -198,8 +220,13 @@ class Lineups:
         self._last = Lineup(Order(Cards(())), {})
 
     def of(self, snapshot: Snapshot) -> Lineup:
-        self._last = self._follow(snapshot) or self._anew(snapshot)
-        return self._last
+        lineup = self._follow(snapshot)
+        if lineup is None:
+            self._begin_anew(snapshot)
+            lineup = self._follow(snapshot)
+            assert lineup is not None
+        self._last = lineup
+        return lineup
 
     def _follow(self, snapshot: Snapshot) -> Lineup | None:
         """None where all must be made anew: other cards, or no place for a new line."""
@@ -222,20 +249,24 @@ class Lineups:
         }
         return Lineup(order, fronts)
 
-    def _anew(self, snapshot: Snapshot) -> Lineup:
-        """Lines that nobody waits in any more keep their places, unless there are many of them."""
-        keys, before = {key for lines in snapshot.lines.values() for key in lines}, self._last.order
-        cards = before.cards
+    def _begin_anew(self, snapshot: Snapshot) -> None:
+        """Another order, with places for all lines. Those that nobody waits in any more are kept, unless they are many."""
+        before, fronts = self._last.order, self._last.fronts
+        keys, cards = {key for lines in snapshot.lines.values() for key in lines}, before.cards
         if cards.kinds != snapshot.kinds or len(before.lines) > _FEW_LINES + 4 * len(keys):
-            cards = Cards(snapshot.kinds)
+            cards, fronts = Cards(snapshot.kinds), {}
         else:
             keys |= before.lines.keys()
-        order = Order(cards)
-        # Of equal rank in any order: no decision depends on it.
-        for key in sorted(keys, key=lambda key: (-key.priority, cards.needs(key.shape).size)):
-            order.add(key)
-        fronts = {tenant: _front(_NOBODY, lines, lines, order) for tenant, lines in snapshot.lines.items()}
-        return Lineup(order, fronts)
+        order = Order(cards, keys)
+        moved = {tenant: _moved(front, before, order) for tenant, front in fronts.items()}
+        self._last = Lineup(order, moved)
+
+
+def _moved(front: Front, before: Order, order: Order) -> Front:
+    """The front in terms of another order, which has all of its lines."""
+    everything = functools.reduce(operator.or_, [order.lines[key].bit for key in front.lines], 0)
+    quickest = sorted((ms, order.lines[before.at[place].key].place) for ms, place in front.quickest)
+    return Front(front.lines, everything, quickest, front.wanted, front.oldest_ms)
 
 
 def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
