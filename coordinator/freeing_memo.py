@@ -20,7 +20,7 @@ from coordinator import kernels as k
 from coordinator.fit import Fit
 from coordinator.freeing import Change, Found, Holder, Holdings, Lease
 from coordinator.index import Index
-from coordinator.nodes import Constraints, NodeView
+from coordinator.nodes import Constraints, NodeView, Row
 from coordinator.placement import Draft
 from coordinator.snapshot import TaskShape
 from coordinator.tables import BITS, NAMES, Table
@@ -55,6 +55,7 @@ class Memo:
         self._log: list[int] = []
         self._shapes: dict[tuple[TaskShape, Constraints], _Kept] = {}
         self._named: dict[bytes, frozenset[str]] = {}
+        self.rows: dict[int, tuple[object, Row]] = {}
 
     def catch_up(self, index: Index, holdings: Holdings) -> None:
         """Who holds what, as of the draft that `holdings` are of."""
@@ -96,6 +97,7 @@ class Memo:
         self.least_busy = np.zeros(count, np.int64)
         self.entered = np.zeros(count, np.int64)  # how often it changed
         self._views: list[NodeView | None] = [None] * count
+        self.rows.clear()
         self._named.clear()
         self._of_build = {view.row.build: view for view in index._nodes.views}
         self._taken.clear()
@@ -162,6 +164,10 @@ class Memo:
         if self._moves:
             kept.exact &= (self.absolute >= self.now_ms + f.SOON_MS) & (self.relative == f.NEVER_MS)
         return answers
+
+    def moves(self, n: int) -> bool:
+        """Whether the end of a holder of this node moves with the time."""
+        return bool(self.absolute[n] < self.now_ms + f.SOON_MS or self.relative[n] != f.NEVER_MS)
 
     @property
     def _moves(self) -> bool:
@@ -271,8 +277,7 @@ class Answers:
         if n < 0:
             return None
         basis = n, int(memo.entered[n]), int(kept.ends[n]), self._holdings.draft.worth
-        moves = memo.absolute[n] < memo.now_ms + f.SOON_MS or memo.relative[n] != f.NEVER_MS
-        if moves or kept.found is None or kept.found[0] != basis:
+        if memo.moves(n) or kept.found is None or kept.found[0] != basis:
             last = self._holdings.holders(self._index._nodes.names[n])[self._change(n).place - 1]
             kept.found = basis, find(last)
         spots, end_ms, rows = kept.found[1]
@@ -311,15 +316,26 @@ class Answers:
             )
         )  # fmt: skip
 
-    def free_by(self, limit: Holder) -> list[str]:
-        """Nodes that take a task once everything up to `limit` has ended, all of them and maybe others."""
+    def rows_by(self, limit: Holder) -> dict[str, Row]:
+        """What is left, once everything up to `limit` has ended, of the nodes that take a task then, and maybe of
+        others."""
+        memo, index, rows = self._memo, self._index, dict[str, Row]()
+        for n in self._free_by(limit):
+            name, basis = index._nodes.names[n], (int(memo.entered[n]), limit)
+            known = memo.rows.get(n)
+            if known is None or known[0] != basis or memo.moves(n):
+                known = memo.rows[n] = basis, self._holdings.row(name, limit)
+            rows[name] = known[1]
+        return rows
+
+    def _free_by(self, limit: Holder) -> list[int]:
         kept, memo, (end_ms, lease) = self._kept, self._memo, limit
         now_ms = memo.now_ms
         soonest = np.minimum(np.maximum(now_ms + f.SOON_MS, memo.absolute), now_ms + memo.relative)
         ends = np.where(kept.exact, kept.ends, soonest)
         busy = np.where(kept.exact, kept.busy, memo.least_busy)
         by_then = (ends < end_ms) | ((ends == end_ms) & (busy <= lease.busy_milli))
-        return self._names((by_then & kept.usable) | (kept.counts > 0))
+        return np.flatnonzero((by_then & kept.usable) | (kept.counts > 0)).tolist()
 
     def free_now(self) -> list[str]:
         """Nodes that take a task now."""

@@ -52,6 +52,7 @@ Fallback = Callable[[str], Fit | ReasonCode]
 # What is kept of shapes between two cycles takes no more memory than this: of more, those asked for the longest time ago
 # are forgotten. At 10,000 nodes that is some 6,000 shapes.
 _MOST_BYTES = 512 << 20
+_FIRST_SHAPES = 256  # there is room for
 # So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
 _MOST_TWINS = 3
 _MANY = 16
@@ -128,8 +129,9 @@ class Index:
         for name, row in rows.items():
             number = self._nodes.number[name]
             self._touched.add(number)
-            self._enter_row(number, self._encoded(number, self._nodes.views[number], row))
-            self._python_rows[number] = row
+            if self._python_rows.get(number) is not row:
+                self._enter_row(number, self._encoded(number, self._nodes.views[number], row))
+                self._python_rows[number] = row
 
     def forget(self) -> None:
         """Cold again, as after a failure in the middle of a change."""
@@ -254,6 +256,8 @@ class Index:
 
     def _note(self, numbers: Collection[int]) -> None:
         """Their nodes were read anew."""
+        for number in self._python_rows.keys() & numbers:
+            del self._python_rows[number]
         self._touched.update(numbers)
         self.reread.update(numbers)
         if len(self._reads) > 4 * len(self._base):
@@ -603,9 +607,10 @@ class Index:
         self._constraints: dict[Constraints, int] = {}
         nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
         blocks = len(self._nodes.block_starts) - 1 if nodes else 0
+        # What is not written takes no memory.
         widths = k.S_WIDTH, nodes, len(REASONS), blocks, max(4, len(self._build_table))
-        tables = [np.zeros((16, width), np.int64) for width in widths]
-        self._of_shapes = (*tables, np.zeros(16, np.int64))
+        tables = [np.zeros((_FIRST_SHAPES, width), np.int64) for width in widths]
+        self._of_shapes = (*tables, np.zeros(_FIRST_SHAPES, np.int64))
         self._labels = np.ones((4, nodes), np.bool_)
         self._fits.clear()
 

@@ -147,8 +147,10 @@ class Soonest:
     def _after(self, limit: Holder, spared: Iterable[str] = ()) -> Found | None:
         """Where the job goes once everything up to `limit` has ended."""
         if limit not in self._rows:
-            nodes = self.usable if self._answers is None else self._answers.free_by(limit)
-            self._rows[limit] = {node: self._holdings.row(node, limit) for node in nodes}
+            if self._answers is not None:
+                self._rows[limit] = self._answers.rows_by(limit)
+            else:
+                self._rows[limit] = {node: self._holdings.row(node, limit) for node in self.usable}
         changed = {node: self._draft.row(node) for node in self._holdings.taken}
         later = self._draft.beside(changed | self._rows[limit], "later", frozenset(spared))
         spots = place(later, self._shape, NO_LIMIT)
