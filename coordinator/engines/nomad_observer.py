@@ -24,13 +24,12 @@ from msgspec.structs import replace
 
 from coordinator.engines import EngineUnavailable, TaskSink
 from coordinator.engines.nomad_api import NomadApi
-from coordinator.engines.nomad_outcome import AttemptSeen, has_copies, observed
+from coordinator.engines.nomad_outcome import AttemptSeen, has_copies, observed, unplaced
 from coordinator.engines.nomad_records import (
     LOST,
     AllocationSeen,
     EvaluationSeen,
     JobSeen,
-    PlacementMetric,
 )
 from coordinator.engines.nomad_remains import Attempt, Seat, Seats, seats_seen
 from coordinator.engines.nomad_wishes import Wishes, nomad_id_of
@@ -272,7 +271,7 @@ class NomadObserver:
     ) -> bool:
         assert job.attempt is not None
         lost = any(allocation.was_lost for allocation in allocations) or has_copies(allocations)
-        return lost or bool(_failed(evaluations, allocations)) or self._wishes.is_to_stop(job.attempt)
+        return lost or bool(unplaced(evaluations, allocations)) or self._wishes.is_to_stop(job.attempt)
 
     async def _withdraw(self, job: JobSeen) -> None:
         log.info("nomad job=%s deregistered: it was lost, found no place, or is to stop", job.id)
@@ -287,7 +286,7 @@ class NomadObserver:
         seats = self._seats[job.id]
         nodes = {number: seat.node for number, seat in seats.items()}
         done = all(evaluation.is_settled and evaluation.status != "blocked" for evaluation in evaluations)
-        failed = _failed(evaluations, allocations)
+        failed = unplaced(evaluations, allocations)
         at_ms = max((e.modify_time // 1_000_000 for e in evaluations if e.failed_groups), default=None)
         tasks = observed(AttemptSeen(*job.attempt, nodes, job.stop and done, failed, at_ms), allocations)
         over = {task.task for task in tasks if _is_over(task)}
@@ -414,16 +413,3 @@ class NomadObserver:
 
 def _is_over(task: Task) -> bool:
     return task.state is TaskState.EXITED and task.released
-
-
-def _failed(
-    evaluations: Sequence[EvaluationSeen], allocations: Sequence[AllocationSeen]
-) -> Mapping[str, PlacementMetric]:
-    """The groups that found no place and have none now."""
-    placed = {allocation.task_group for allocation in allocations}
-    return {
-        group: metric
-        for evaluation in evaluations
-        for group, metric in (evaluation.failed_groups or {}).items()
-        if group not in placed
-    }

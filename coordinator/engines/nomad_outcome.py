@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from coordinator.engines.nomad_records import (
     UNKNOWN,
     AllocationSeen,
+    EvaluationSeen,
     PlacementMetric,
     TaskStateSeen,
     time_ms,
@@ -70,6 +71,19 @@ def observed(seen: AttemptSeen, allocations: Sequence[AllocationSeen]) -> tuple[
         if task is not None:
             tasks.append(_as_sibling(task, copies, seen, was_lost))
     return tuple(tasks)
+
+
+def unplaced(
+    evaluations: Sequence[EvaluationSeen], allocations: Sequence[AllocationSeen]
+) -> Mapping[str, PlacementMetric]:
+    """The groups that found no place and have none now."""
+    placed = {allocation.task_group for allocation in allocations}
+    return {
+        group: metric
+        for evaluation in evaluations
+        for group, metric in (evaluation.failed_groups or {}).items()
+        if group not in placed
+    }
 
 
 def has_copies(allocations: Sequence[AllocationSeen]) -> bool:
