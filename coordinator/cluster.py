@@ -12,7 +12,7 @@ the newest one seen of the same job is ignored (LK-7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from coordinator import model
@@ -25,7 +25,7 @@ from coordinator.moments import Moments
 from coordinator.shared import Shared
 from coordinator.shares import EntitledShares
 from coordinator.snapshot import ClusterSettings, Snapshot
-from coordinator.usage import UsageLedger, Use
+from coordinator.usage import NO_USE, UsageLedger, Use
 from coordinator.worth import Worth
 from vgpu.inventory import NodeInventory
 
@@ -55,8 +55,8 @@ class Cluster:
         self._withdrawn: Shared[str, int] = Shared()
         self._past: list[UsageHour] = []
         self._restless: set[str] = set()
-        self._waits = Moments(self._is_wait)
-        self._dues = Moments(self._is_due)
+        self._waits = Moments(self._waiting.now, self._is_wait)
+        self._dues = Moments(self._jobs.now, self._is_due)
         self._now_ms: int | None = None
         self._news = 0
         # What tenants submit, and the prices made of it, which whoever plans sets between two cycles.
@@ -161,33 +161,37 @@ class Cluster:
 
     def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
         job = event.job
-        known = self._revisions.get(job.id)
-        if known is not None and event.revision < known:
+        id, is_final = job.id, job.state.is_final
+        known = self._revisions.get(id)
+        if known is None:
+            if not is_final and not self._is_listing:
+                self.mix.add(job.spec)
+        elif event.revision < known:
             return
-        is_final = job.state.is_final
-        if known is None and not is_final and not self._is_listing:
-            self.mix.add(job.spec)
-        self._revisions[job.id] = event.revision
-        self._machines.job_readable(job.id)
-        before = self._jobs.now.get(job.id)
-        if before is not None and job.allocation == before.allocation:
-            # It holds what it held: nothing is charged twice.
-            self._restless.discard(job.id)
-            self._news += 1
-            self._jobs[job.id] = job
-            self._machines.hold(job)
-            self._look_at(job)
-            return
+        self._revisions[id] = event.revision
+        self._machines.job_readable(id)
         if known is not None:
-            self._forget_job(job.id, now_ms, is_placed=job.allocation is not None)
+            before = self._jobs.now.get(id)
+            if before is not None and job.allocation == before.allocation:
+                self._keep(job)
+                return
+            self._forget_job(id, now_ms, is_placed=job.allocation is not None)
         if is_final:
             self._note_withdrawal(job)
             if self._keep_done:
-                self._done[job.id] = job
+                self._done[id] = job
         elif job.allocation is not None:
             self._hold(job, now_ms)
         else:
             self._queue(job, now_ms)
+
+    def _keep(self, job: Job) -> None:
+        """It holds what it held: nothing is charged twice."""
+        self._restless.discard(job.id)
+        self._news += 1
+        self._jobs[job.id] = job
+        self._machines.hold(job)
+        self._look_at(job)
 
     def _job_gone(self, event: model.JobGone, now_ms: int) -> None:
         self._machines.readable((event.folder, event.id))
@@ -201,13 +205,14 @@ class Cluster:
 
     def _forget_job(self, id: str, now_ms: int, is_placed: bool = False) -> None:
         """That a job was placed is no news: it was this leader's own decision, and leaves less for others."""
-        self._restless.discard(id)
-        self._done.pop(id)
         waited = self._waiting.pop(id)
         if waited is not None:
             key = self._lines.remove(waited)
             self._shares.want(waited.tenant, -key.shape.compute_milli, now_ms)
             self._news += not is_placed
+            return
+        self._restless.discard(id)
+        self._done.pop(id)
         lived = self._jobs.pop(id)
         if lived is not None:
             self._news += 1
@@ -219,21 +224,22 @@ class Cluster:
         self._waiting[job.id] = job
         key = self._lines.add(job)
         self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
-        for at_ms in self._waits_until(job):
+        self._waits.add(job.id, job.queued_at_ms + self._max_wait_ms)
+        for at_ms in self._may_start_ms(job):
             self._waits.add(job.id, at_ms)
 
-    def _waits_until(self, job: Job) -> list[int]:
-        """When a cycle may decide otherwise about a waiting job."""
-        moments = [job.queued_at_ms + self._max_wait_ms]
+    def _may_start_ms(self, job: Job) -> Iterator[int]:
+        """When a cycle may decide otherwise about a waiting job, but for the bounded wait."""
         if job.not_before_ms:
-            moments.append(job.not_before_ms)
+            yield job.not_before_ms
         if job.refused_by:
-            moments.append(job.queued_at_ms + 1000 * REFUSED_SECONDS)
-        return moments
+            yield job.queued_at_ms + 1000 * REFUSED_SECONDS
 
     def _is_wait(self, id: str, at_ms: int) -> bool:
         job = self._waiting.now.get(id)
-        return job is not None and at_ms in self._waits_until(job)
+        if job is None:
+            return False
+        return at_ms == job.queued_at_ms + self._max_wait_ms or at_ms in self._may_start_ms(job)
 
     def _is_due(self, id: str, at_ms: int) -> bool:
         """By then at the latest: a task whose record goes may bring it forward."""
@@ -255,8 +261,8 @@ class Cluster:
         self._shares.changed(at_ms)
         tenant = job.tenant
         use = Use(times * allocation.compute_milli, times * allocation.memory_mib)
-        before = self._held.now.get(tenant)
-        held = use if before is None else before.plus(use)
+        before = self._held.now.get(tenant, NO_USE)
+        held = Use(before.compute + use.compute, before.memory + use.memory)
         if held.compute or held.memory:
             self._held[tenant] = held
         else:

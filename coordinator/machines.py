@@ -180,11 +180,10 @@ class Machines:
         machine = self._machines.get(placement.node)
         if machine is None:
             return self._machine(placement.node)
-        gpus = self._stale.get(placement.node)
+        gpus = self._stale.setdefault(placement.node, set())
         if gpus is not None:
-            gpus.update([piece.gpu for piece in placement.slices])
-        elif placement.node not in self._stale:
-            self._stale[placement.node] = {piece.gpu for piece in placement.slices}
+            for piece in placement.slices:
+                gpus.add(piece.gpu)
         return machine
 
     def task_seen(self, task: Task, now_ms: int) -> None:

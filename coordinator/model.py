@@ -93,11 +93,19 @@ class Allocation(Struct, frozen=True, gc=False):
 
     @property
     def memory_mib(self) -> int:
-        return sum([piece.memory_mib for task in self.tasks for piece in task.slices])
+        memory_mib = 0
+        for task in self.tasks:
+            for piece in task.slices:
+                memory_mib += piece.memory_mib
+        return memory_mib
 
     @property
     def compute_milli(self) -> int:
-        return sum([piece.compute_milli for task in self.tasks for piece in task.slices])
+        compute_milli = 0
+        for task in self.tasks:
+            for piece in task.slices:
+                compute_milli += piece.compute_milli
+        return compute_milli
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 _FEW = 1_000
 
 
 class Moments:
-    """`holds` tells whether a moment of a job that was added is one still."""
+    """Of `jobs`, as they come and go. `holds` tells whether a moment of a job that was added is one still."""
 
-    def __init__(self, holds: Callable[[str, int], bool]) -> None:
+    def __init__(self, jobs: Sized, holds: Callable[[str, int], bool]) -> None:
+        self._jobs = jobs
         self._holds = holds
         self._heap: list[tuple[int, str]] = []
         # Side by side: a pair for each would cost more than what is in it.
@@ -60,9 +61,12 @@ class Moments:
         return heapq.heappop(self._heap)[1]
 
     def _forget(self) -> None:
-        """What holds no more."""
-        self._heap = [(at_ms, job) for at_ms, job in self._heap if self._holds(job, at_ms)]
-        heapq.heapify(self._heap)
-        kept = [(job, at) for job, at in zip(self._row, self._row_ms, strict=True) if self._holds(job, at)]
-        self._row, self._row_ms = deque([job for job, _ in kept]), deque([at_ms for _, at_ms in kept])
-        self._enough = _FEW + len(self) * 3 // 2
+        """What holds no more, where that may be much."""
+        worth_keeping = _FEW + len(self._jobs) * 3 // 2
+        if len(self) > worth_keeping:
+            self._heap = [(at_ms, job) for at_ms, job in self._heap if self._holds(job, at_ms)]
+            heapq.heapify(self._heap)
+            row = zip(self._row, self._row_ms, strict=True)
+            kept = [(job, at_ms) for job, at_ms in row if self._holds(job, at_ms)]
+            self._row, self._row_ms = deque([job for job, _ in kept]), deque([at_ms for _, at_ms in kept])
+        self._enough = max(worth_keeping, 2 * len(self))

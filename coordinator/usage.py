@@ -16,7 +16,6 @@ read from them is exact at bucket bounds and even in between.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 from attrs import define, field
 from msgspec import Struct
@@ -85,14 +84,17 @@ class _Account:
 
     def fill(self, from_ms: int, until_ms: int, compute: int, memory: int) -> None:
         """So much was held from then until then."""
-        for start_ms, number, hour_ms in _buckets(from_ms, until_ms):
-            overlap_ms = min(until_ms, start_ms + BUCKET_MS) - max(from_ms, start_ms)
+        while from_ms < until_ms:
+            hour_ms = from_ms - from_ms % HOUR_MS
+            number = (from_ms - hour_ms) // BUCKET_MS
+            end_ms = min(until_ms, hour_ms + (number + 1) * BUCKET_MS)
             hour = self.hours.get(hour_ms)
             if hour is None:
                 hour = self.hours[hour_ms] = _Hour()
-            hour.compute[number] += compute * overlap_ms
-            hour.memory[number] += memory * overlap_ms
+            hour.compute[number] += compute * (end_ms - from_ms)
+            hour.memory[number] += memory * (end_ms - from_ms)
             self.unwritten.add(hour_ms)
+            from_ms = end_ms
 
     def book(self, until_ms: int) -> None:
         if until_ms > self.booked_ms:
@@ -219,15 +221,6 @@ class UsageLedger:
         if account is None:
             account = self._accounts[tenant] = _Account()
         return account
-
-
-def _buckets(from_ms: int, until_ms: int) -> Iterable[tuple[int, int, int]]:
-    """(start, number in its hour, hour) of each bucket that [from, until) touches."""
-    start_ms = from_ms - from_ms % BUCKET_MS
-    while start_ms < until_ms:
-        hour_ms = start_ms - start_ms % HOUR_MS
-        yield start_ms, (start_ms - hour_ms) // BUCKET_MS, hour_ms
-        start_ms += BUCKET_MS
 
 
 def _record(tenant: str, hour_ms: int, account: _Account) -> UsageHour:

@@ -10,7 +10,7 @@ from coordinator.moments import Moments
 def test_the_next_moment_is_that_of_a_plain_mapping() -> None:
     random = Random(2)
     plain: dict[str, int] = {}
-    moments, now_ms = Moments(lambda job, at_ms: plain.get(job) == at_ms), 0
+    moments, now_ms = Moments(plain, lambda job, at_ms: plain.get(job) == at_ms), 0
     popped, longest, in_order, latest_ms = 0, 0, 0, 0
     for step in range(30_000):
         job = f"j{random.randrange(500)}"
