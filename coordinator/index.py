@@ -52,7 +52,8 @@ Fallback = Callable[[str], Fit | ReasonCode]
 # What is kept of shapes between two cycles takes no more memory than this: of more, those asked for the longest time ago
 # are forgotten. At 10,000 nodes that is some 6,000 shapes.
 _MOST_BYTES = 512 << 20
-_FIRST_SHAPES = 256  # there is room for
+_OF_SHAPES = "_shapes", "_keys", "_counts", "_minima", "_compat", "_positions"
+_FIRST_SHAPES = 2048  # there is room for
 # So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
 _MOST_TWINS = 3
 _MANY = 16
@@ -156,7 +157,7 @@ class Index:
         one, which has looked at the nodes of a snapshot when it is asked for."""
         twin = Index()
         for name, value in vars(self).items():
-            if name not in ("_keys", "_minima"):  # what all shapes know is large
+            if name not in _OF_SHAPES:
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
         twin._others, twin._parent, twin._reads, twin.searches = {}, self, [], ()
