@@ -1,23 +1,24 @@
 """Mappings that snapshots share with the state of the cluster, at a cost that does not grow with their size.
 
-What is lent is kept in shards: small dicts that are never changed once lent. The next lending copies those shards in
-which something changed since, and shares all others; if nothing changed it is the same object again.
+Nothing is copied. What is lent reads the state's own dict, and beside it what has changed since: before an entry
+changes, the newest mapping that was lent notes what stood there. An older one looks through the notes of all that were
+lent after it, and takes them over on the way, so that a mapping that is kept for long is not slow for it.
+
+A mapping that was lent may be read by another thread while the state changes. Readers take the entry first and the
+notes after it, and a note is made before its entry changes: so who saw a new entry finds the note.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
-from itertools import chain
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, Generic, TypeVar
-from zlib import crc32
+from weakref import ref
 
-# Entries in a shard: how many are copied for one change. Between the two the number of shards stays as it is.
-_MOST_IN_SHARD = 256
-_FEWEST_IN_SHARD = 32
-
-# Names, or tuples that begin with one.
-K = TypeVar("K", bound="str | tuple[str, int]")
+K = TypeVar("K")
 V = TypeVar("V")
+
+# What stands in a note for an entry that there was none of.
+_NONE: Any = object()
 
 
 class Shared(Generic[K, V]):
@@ -25,68 +26,73 @@ class Shared(Generic[K, V]):
 
     def __init__(self) -> None:
         self.now: dict[K, V] = {}
-        self._changed: dict[K, None] = {}
-        self._lent: Lent[K, V] = Lent(({},), 0)
+        # Whoever was lent an older mapping keeps this one too; once nobody has any, there is nothing to note.
+        self._lent: Callable[[], Lent[K, V] | None] = lambda: None
 
     def __setitem__(self, key: K, value: V) -> None:
+        lent = self._lent()
+        if lent is not None and key not in lent.before:
+            lent.before[key] = self.now.get(key, _NONE)
         self.now[key] = value
-        self._changed[key] = None
 
     def pop(self, key: K) -> V | None:
         if key not in self.now:
             return None
-        self._changed[key] = None
+        lent = self._lent()
+        if lent is not None and key not in lent.before:
+            lent.before[key] = self.now[key]
         return self.now.pop(key)
 
-    def lend(self) -> Mapping[K, V]:
-        """What it holds now, for good."""
-        if self._changed:
-            self._lent = self._lent.changed(self.now, self._changed)
-            self._changed = {}
-        return self._lent
+    def lend(self) -> Lent[K, V]:
+        """What it holds now, for good. The same object as last time where nothing changed and somebody has it still."""
+        last = self._lent()
+        if last is not None and not last.before:
+            return last
+        lent = Lent(self.now)
+        if last is not None:
+            last.newer = lent
+        self._lent = ref(lent)
+        return lent
 
 
 class Lent(Mapping[K, V]):
-    """Entries come in an order that depends on the keys and changes alone, in every process."""
+    """Entries come in the order in which they came into the state; those that have left it since come last."""
 
-    __slots__ = ("_count", "_mask", "_shards")
+    __slots__ = ("__weakref__", "_count", "_now", "before", "newer")
 
-    def __init__(self, shards: tuple[dict[K, V], ...], count: int) -> None:
-        self._shards = shards
-        self._mask = len(shards) - 1
-        self._count = count
+    def __init__(self, now: dict[K, V]) -> None:
+        self._now = now
+        self._count = len(now)
+        self.before: dict[K, V] = {}
+        self.newer: Lent[K, V] | None = None
 
-    def changed(self, now: Mapping[K, V], keys: Mapping[K, None]) -> Lent[K, V]:
-        """It as it would be with what `now` says of these keys; `now` says the same of all others."""
-        shards, mask = list(self._shards), self._mask
-        if len(now) > _MOST_IN_SHARD * len(shards) or (mask and len(now) < _FEWEST_IN_SHARD * len(shards)):
-            return _spread(now)
-        copied = set()
-        for key in keys:
-            place = _hash(key) & mask
-            if place not in copied:
-                copied.add(place)
-                shards[place] = shards[place].copy()
-            if key in now:
-                shards[place][key] = now[key]
-            else:
-                shards[place].pop(key, None)
-        return Lent(tuple(shards), len(now))
+    def changed_since(self, earlier: Lent[K, V]) -> list[K] | None:
+        """The keys whose entries have come, changed or gone since; None where that is not known."""
+        if earlier._now is not self._now:
+            return None
+        earlier._take_over(self)
+        if earlier is self:
+            return []
+        return [*earlier.before] if earlier.newer is self else None
+
+    def get(self, key: object, default: Any = None) -> Any:
+        found = self._found(key)
+        return default if found is _NONE else found
 
     def __getitem__(self, key: K) -> V:
-        return self._shards[_hash(key) & self._mask if self._mask else 0][key]
-
-    def get(self, key: K, default: Any = None) -> Any:
-        return self._shards[_hash(key) & self._mask if self._mask else 0].get(key, default)
+        found = self._found(key)
+        if found is _NONE:
+            raise KeyError(key)
+        return found  # type: ignore[no-any-return]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shards[_hash(key) & self._mask if self._mask else 0]
-
-    def __iter__(self) -> Iterator[K]:
-        return chain.from_iterable(self._shards)
+        return self._found(key) is not _NONE
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._then())
 
     def values(self) -> ValuesView[V]:
         return _Values(self)
@@ -95,34 +101,52 @@ class Lent(Mapping[K, V]):
         return _Items(self)
 
     def __repr__(self) -> str:
-        return repr(dict(self.items()))
+        return repr(self._then())
+
+    def _found(self, key: Any) -> Any:
+        found = self._now.get(key, _NONE)
+        if self.newer is not None:
+            self._take_over(None)
+        lent: Lent[K, V] | None = self
+        while lent is not None:
+            before = lent.before.get(key, self)  # itself: no note
+            if before is not self:
+                return before
+            lent = lent.newer
+        return found
+
+    def _then(self) -> dict[K, V]:
+        """As a dict of its own."""
+        then = self._now.copy()
+        lent: Lent[K, V] | None = self
+        notes: dict[K, V] = {}
+        while lent is not None:
+            notes = {**lent.before, **notes}
+            lent = lent.newer
+        for key, value in notes.items():
+            if value is _NONE:
+                then.pop(key, None)
+            else:
+                then[key] = value
+        return then
+
+    def _take_over(self, last: Lent[K, V] | None) -> None:
+        """The notes of those that were lent later, up to `last`, less the newest: more may be noted there."""
+        while (newer := self.newer) is not None and newer is not last and newer.newer is not None:
+            for key, value in newer.before.copy().items():
+                self.before.setdefault(key, value)
+            self.newer = newer.newer
 
 
 class _Values(ValuesView[V]):
     _mapping: Lent[Any, V]
 
     def __iter__(self) -> Iterator[V]:
-        return chain.from_iterable(map(dict.values, self._mapping._shards))
+        return iter(self._mapping._then().values())
 
 
 class _Items(ItemsView[K, V]):
     _mapping: Lent[K, V]
 
     def __iter__(self) -> Iterator[tuple[K, V]]:
-        return chain.from_iterable(map(dict.items, self._mapping._shards))
-
-
-def _spread(now: Mapping[K, V]) -> Lent[K, V]:
-    count = 1
-    while len(now) > count * _MOST_IN_SHARD // 2:
-        count *= 2
-    shards: tuple[dict[K, V], ...] = tuple({} for _ in range(count))
-    for key, value in now.items():
-        shards[_hash(key) & (count - 1)][key] = value
-    return Lent(shards, len(now))
-
-
-def _hash(key: Any) -> int:
-    """Not Python's own, which is another one in each process: a run must be the same again from its seed."""
-    name = key if isinstance(key, str) else key[0]
-    return crc32(name.encode("utf-8", "surrogatepass"))
+        return iter(self._mapping._then().items())

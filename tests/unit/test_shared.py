@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from random import Random
+from threading import Event, Thread
+from weakref import ref
 
 import pytest
 
@@ -60,16 +62,63 @@ def test_what_did_not_change_is_lent_again() -> None:
         lent["a"] = 2
 
 
-def test_one_change_of_many_entries_copies_few() -> None:
+def test_what_is_noted_is_what_changed_while_somebody_has_it() -> None:
     shared: Shared[str, int] = Shared()
     for n in range(20_000):
         shared[str(n)] = n
-    before = shared.lend()
+    first = shared.lend()
     shared["17"] = -1
-    after = shared.lend()
-    same = [a is b for a, b in zip(before._shards, after._shards, strict=True)]
-    assert same.count(False) == 1
-    assert max(map(len, after._shards)) < 400
+    shared.pop("18")
+    second = shared.lend()
+    shared["17"] = -2
+    shared["new"] = 1
+    third = shared.lend()
+    assert set(first.before) == {"17", "18"}
+    assert third.changed_since(second) == ["17", "new"]
+    assert sorted(third.changed_since(first) or ()) == ["17", "18", "new"]
+    assert (first["17"], second["17"], third["17"]) == (17, -1, -2)
+    assert ("18" in first, "18" in second, "new" in second) == (True, False, False)
+    fourth = ref(shared.lend())
+    del first, second, third
+    shared["19"] = 0
+    assert fourth() is None
+    assert shared.lend().before == {}
+
+
+def test_what_was_lent_long_ago_is_not_looked_up_through_all_that_was_lent_since() -> None:
+    shared: Shared[int, int] = Shared()
+    shared[0] = 0
+    old, between = shared.lend(), []
+    for n in range(1, 1_000):
+        shared[n % 7] = n
+        between.append(shared.lend())
+    assert (dict(old), old.get(0), old.get(1)) == ({0: 0}, 0, None)
+    assert old.newer is between[-1]
+    assert [lent[6] for lent in between[5:20]] == [6] * 7 + [13] * 7 + [20]
+
+
+def test_another_thread_reads_what_was_lent_while_the_state_changes() -> None:
+    shared: Shared[int, int] = Shared()
+    for n in range(500):
+        shared[n] = 0
+    lent, wrong, is_over = shared.lend(), [], Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            if len(dict(lent.items())) != 500 or any(lent.values()) or lent.get(7) != 0 or 501 in lent:
+                wrong.append(dict(lent.items()))
+
+    reader = Thread(target=read)
+    reader.start()
+    for n in range(30_000):
+        shared[n % 700] = n
+        shared.pop((n * 7) % 700)
+        if n % 10 == 0:
+            shared.lend()
+    is_over.set()
+    reader.join()
+    assert not wrong
+    assert dict(lent) == dict.fromkeys(range(500), 0)
 
 
 def test_odd_names_are_names() -> None:
