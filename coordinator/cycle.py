@@ -280,7 +280,7 @@ class _Cycle:
         late = [
             (self.lineup.order.lines[key], job)
             for tenant, front in self.lineup.fronts.items()
-            if front.oldest_ms <= self.snapshot.now_ms - 1000 * seconds
+            if front.waits_since(self.snapshot.now_ms - 1000 * seconds)
             for key, job in overdue(self.snapshot, tenant, seconds)
             if self.standings.headroom(tenant).allows(self.lineup.order.lines[key].use)
         ]

@@ -186,16 +186,26 @@ class Order:
         return last
 
 
-class Front(Struct, frozen=True, eq=False, gc=False):
+class Front(Struct, eq=False, gc=False):
     """What of one tenant's lines is the same for all cycles until they change. `all` are its lines as a set. `quickest`
     are those in which a job has a limit of its time, as (`JobLine.quickest_ms`, place) in that order. Nobody came before
-    `oldest_ms`."""
+    `oldest_ms`; with `is_bound` nobody need have come just then."""
 
     lines: Lines
     all: int
     quickest: Sequence[tuple[int, int]]
     wanted: Use
     oldest_ms: int
+    is_bound: bool = False
+
+    def waits_since(self, at_ms: int) -> bool:
+        """Whether somebody came then or before."""
+        if self.is_bound and self.oldest_ms <= at_ms:
+            self.oldest_ms = min(
+                [line.first.submitted_at_ms for line in self.lines.values()], default=NEVER_MS
+            )
+            self.is_bound = False
+        return self.oldest_ms <= at_ms
 
 
 _NOBODY = Front({}, 0, (), NO_USE, NEVER_MS)
@@ -266,7 +276,7 @@ def _moved(front: Front, before: Order, order: Order) -> Front:
     """The front in terms of another order, which has all of its lines."""
     everything = functools.reduce(operator.or_, [order.lines[key].bit for key in front.lines], 0)
     quickest = sorted((ms, order.lines[before.at[place].key].place) for ms, place in front.quickest)
-    return Front(front.lines, everything, quickest, front.wanted, front.oldest_ms)
+    return Front(front.lines, everything, quickest, front.wanted, front.oldest_ms, front.is_bound)
 
 
 def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
@@ -282,7 +292,7 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
     """The front as it is once these lines have changed."""
     everything, quickest, before = front.all, [*front.quickest], front.lines
     memory, compute = front.wanted.memory, front.wanted.compute
-    oldest_ms, has_oldest_left = front.oldest_ms, False
+    oldest_ms, is_bound = front.oldest_ms, front.is_bound
     for key in keys:
         line = order.lines.get(key)
         if line is None:
@@ -294,7 +304,7 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
         else:
             more -= len(old)
             if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
-                has_oldest_left = True
+                is_bound = True
             if old.limited:
                 del quickest[bisect_left(quickest, (old.quickest_ms, line.place))]
         if new is None:
@@ -306,6 +316,4 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
                 insort(quickest, (new.quickest_ms, line.place))
         memory += more * line.needs.memory_mib
         compute += more * line.needs.compute_milli
-    if has_oldest_left:
-        oldest_ms = min([line.first.submitted_at_ms for line in lines.values()], default=NEVER_MS)
-    return Front(lines, everything, quickest, Use(compute, memory), oldest_ms)
+    return Front(lines, everything, quickest, Use(compute, memory), oldest_ms, is_bound)

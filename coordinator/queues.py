@@ -53,7 +53,7 @@ class TenantQueue:
         self._taken: set[str] = set()
         self._late: list[tuple[int, int, str, Line, Job]] = []
         self._front: Line | None = None  # of the job that was handed out last, unless it is a late one
-        if front.oldest_ms <= snapshot.now_ms - 1000 * max_wait_seconds:
+        if front.waits_since(snapshot.now_ms - 1000 * max_wait_seconds):
             for key, job in overdue(snapshot, tenant, max_wait_seconds):
                 line = lineup.order.lines[key]
                 self._late.append((-line.priority, job.queued_at_ms, job.id, line, job))

@@ -6,7 +6,7 @@ from random import Random
 
 from coordinator.lineup import Lineup, Lineups
 from coordinator.model import JobGone
-from coordinator.snapshot import LineKey
+from coordinator.snapshot import NEVER_MS, LineKey
 from tests.builders import GIB, World, gpu, job, node
 
 
@@ -25,7 +25,7 @@ def told(lineup: Lineup) -> dict[str, object]:
             {(at[place].priority, at[place].shape): ms for ms, place in front.quickest},
             {key: tuple(line) for key, line in front.lines.items()},
             front.wanted,
-            front.oldest_ms,
+            front.waits_since(NEVER_MS) and front.oldest_ms,
         )
         for tenant, front in lineup.fronts.items()
     }
