@@ -32,6 +32,7 @@ from coordinator.placement import Draft, Spot
 from coordinator.queues import TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
+from coordinator.usage import NO_LIMIT
 from vgpu.reasons import Reason, ReasonCode, only
 
 if TYPE_CHECKING:
@@ -169,7 +170,9 @@ class _Cycle:
         """Places the job whole or not at all, and charges its tenant at once."""
         tenant, standings = job.tenant, self.standings
         headroom = standings.headroom(tenant)
-        if not headroom.allows(line.use) or (self.starving and self._starves_its_own(line, job)):
+        if headroom is not NO_LIMIT and not headroom.allows(line.use):
+            return False
+        if self.starving and self._starves_its_own(line, job):
             return False
         started = self.room.start(job, line, headroom, draft)
         if started is None:

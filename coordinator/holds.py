@@ -80,7 +80,6 @@ class Room:
         self._later: dict[str, Row] = {}
         self._rest: Draft | None = None
         self._elsewhere: Draft | None = None
-        self._refused: dict[Draft, set[Shape]] = {draft: set()}
 
     @property
     def stops_borrowing(self) -> bool:
@@ -114,7 +113,7 @@ class Room:
             return None
         spots = place(draft, shape, headroom)
         if spots is None and (headroom.is_unlimited or place(draft, shape, NO_LIMIT) is None):
-            self._refused[draft].add(shape)
+            draft.refused.add(shape)
         return spots
 
     def spots_of(
@@ -149,12 +148,12 @@ class Room:
         refused there."""
         draft = draft or self.draft
         fits = draft.fitting(asked.shapes)
-        self._refused[draft].update(compress(asked.shapes, map(operator.not_, fits)))
+        draft.refused.update(compress(asked.shapes, map(operator.not_, fits)))
         return functools.reduce(operator.or_, compress(asked.lines, fits), 0)
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
         """Whether nobody has room for the shape any more; of `draft` alone where one is given."""
-        return shape in self._refused[self.draft] or (draft is not None and shape in self._refused[draft])
+        return shape in self.draft.refused or (draft is not None and shape in draft.refused)
 
     def start(
         self, job: Job, line: Line, headroom: Headroom, draft: Draft | None
@@ -164,12 +163,16 @@ class Room:
         if draft is None:
             return None
         shape = line.shape
-        if shape.only_task is not None and not job.refused_by and headroom.allows(line.most):
+        if (
+            shape.only_task is not None
+            and not job.refused_by
+            and (headroom is NO_LIMIT or headroom.allows(line.most))
+        ):
             if self.is_refused(shape, draft):
                 return None
             found = draft.take_best(shape)
             if found is None:
-                self._refused[draft].add(shape)
+                draft.refused.add(shape)
                 return None
             spot, idle = found
             if draft is not self.draft:
@@ -247,9 +250,7 @@ class Room:
 
     def _copy(self, rows: dict[str, Row], purpose: str, held: frozenset[str] = frozenset()) -> Draft:
         changed = {node: self.draft.row(node) for node in self._taken}
-        draft = self.draft.beside(changed | rows, purpose, held)
-        self._refused[draft] = set()
-        return draft
+        return self.draft.beside(changed | rows, purpose, held)
 
 
 def _lesser(now: Row, later: Row) -> Row:

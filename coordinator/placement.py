@@ -56,6 +56,9 @@ class Draft:
         self.views: Mapping[str, NodeView] = snapshot.nodes
         self._ignore_state = ignore_state
         self.changed: list[str] = []
+        self.refused: set[Shape] = (
+            set()
+        )  # those that have no room here any more, whoever asks; kept by `holds.Room`
         self.held = held
         self._rows: dict[str, Row] = dict(rows or {})
         self._fits: dict[TaskShape, dict[Row, Fit | ReasonCode]] = {}

@@ -88,6 +88,9 @@ class TenantQueue:
 
     def take(self, job: Job) -> None:
         self._taken.add(job.id)
+        line = self._front
+        if line is not None and len(jobs := self._jobs[line.key]) == 1 and jobs.first is job:
+            self._left &= ~line.bit  # as `first` would find out
 
     def refuse(self) -> None:
         """The line of the job at the front has no chance any more in this cycle."""
@@ -130,13 +133,15 @@ class TenantQueue:
 
     def _job(self, line: Line) -> Job | None:
         """The first of the line that may be handed out."""
-        jobs, first = self._jobs[line.key], self._next.get(line.place, 0)
-        if not first and self._is_left(jobs.first):
-            return jobs.first
-        for place in range(first, len(jobs)):
-            job = jobs[place]
+        jobs, place = self._jobs[line.key], self._next.get(line.place, 0)
+        if not place:
+            job = jobs.first  # nearly always the one
+            if not job.not_before_ms and job.id not in self._taken:
+                return job
+        for later in range(place, len(jobs)):
+            job = jobs[later]
             if self._is_left(job):
-                self._next[line.place] = place
+                self._next[line.place] = later
                 return job
         return None
 
