@@ -55,10 +55,12 @@ class GpuMonitor:
         return (*found, self.problem) if self.problem else found
 
     def availability(self) -> Mapping[str, str] | None:
-        """GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read."""
+        """GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read. The inventory is read
+        seldom, so what the last measurement found counts too."""
         if not self.is_ready or self._inventory is None:
             return None
-        return {gpu.uuid: gpu.unavailable for gpu in self._inventory.gpus}
+        faults = {report.uuid: report.fault for report in self.reports}
+        return {gpu.uuid: gpu.unavailable or faults.get(gpu.uuid, "") for gpu in self._inventory.gpus}
 
     def has_instance(self, uuid: str) -> bool:
         gpus = self._inventory.gpus if self._inventory is not None else ()
