@@ -144,11 +144,8 @@ class Room:
         )
 
     def fitting(self, asked: Shapes, draft: Draft | None = None) -> int:
-        """The lines of those shapes that may find room in the draft, the whole one where none is given; the others are
-        refused there."""
-        draft = draft or self.draft
-        fits = draft.fitting(asked.shapes)
-        draft.refused.update(compress(asked.shapes, map(operator.not_, fits)))
+        """The lines of those shapes that may find room in the draft, the whole one where none is given."""
+        fits = (draft or self.draft).fitting(asked.shapes)
         return functools.reduce(operator.or_, compress(asked.lines, fits), 0)
 
     def is_refused(self, shape: Shape, draft: Draft | None = None) -> bool:
