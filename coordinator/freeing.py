@@ -83,6 +83,7 @@ def _until(job: Job) -> tuple[int, bool]:
 
 # By view: a node that nothing happened to is not looked through again in each cycle.
 _LEASES: WeakKeyDictionary[NodeView, list[Lease]] = WeakKeyDictionary()
+_OUTLOOKS: WeakKeyDictionary[NodeView, tuple[int, int, int]] = WeakKeyDictionary()
 
 
 def _leases_of(view: NodeView) -> list[Lease]:
@@ -135,12 +136,18 @@ class Holdings:
     def outlook(self, node: str) -> tuple[int, int, int]:
         """What can be told of the holders without looking closely: the first end of those whose end is fixed, that of
         the others from now on, and how busy the node is at least for one of them."""
-        uses, taken = self.draft.views[node].uses, self.taken.get(node, ())
+        view = self.draft.views[node]
+        uses, taken = view.uses, self.taken.get(node, ())
+        if not taken and (known := _OUTLOOKS.get(view)):
+            return known
         ends = [_until(use.job) for use in uses] + [_until(job) for job, _ in taken]
         fixed = min([when_ms for when_ms, is_relative in ends if not is_relative], default=NEVER_MS)
         moving = min([when_ms for when_ms, is_relative in ends if is_relative], default=NEVER_MS)
         busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
-        return fixed, moving, 0 if taken else busy_milli
+        if taken:
+            return fixed, moving, 0
+        _OUTLOOKS[view] = fixed, moving, busy_milli
+        return fixed, moving, busy_milli
 
     def holders(self, node: str) -> list[Holder]:
         """In their order."""

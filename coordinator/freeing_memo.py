@@ -20,7 +20,7 @@ from coordinator import kernels as k
 from coordinator.fit import Fit
 from coordinator.freeing import Change, Found, Holder, Holdings, Lease
 from coordinator.index import Index
-from coordinator.nodes import Constraints, NodeView, Row
+from coordinator.nodes import Constraints, NodeView, Row, full_row
 from coordinator.placement import Draft
 from coordinator.snapshot import TaskShape
 from coordinator.tables import BITS, NAMES, Table
@@ -36,8 +36,9 @@ class _Kept:
     """What is known of one shape, by node: whether an empty one could take it, whether it is open to work that is not
     for this shape, how many of several tasks it takes now, and the first change of that where it is `exact`."""
 
-    def __init__(self, nodes: int, could: NDArray[np.bool_], joins: Table) -> None:
-        self.could, self.joins = could, joins
+    def __init__(self, nodes: int) -> None:
+        self.builds = 0
+        self.could, self.joins = np.zeros(0, np.bool_), np.zeros((0, 16), np.int64)
         self.counts, self.ends, self.busy = (np.zeros(nodes, np.int64) for _ in range(3))
         self.exact, self.usable, self.outside = (np.zeros(nodes, np.bool_) for _ in range(3))
         self.position = -1
@@ -99,7 +100,6 @@ class Memo:
         self._views: list[NodeView | None] = [None] * count
         self.rows.clear()
         self._named.clear()
-        self._of_build = {view.row.build: view for view in index._nodes.views}
         self._taken.clear()
         self._log.clear()
         self._shapes.clear()
@@ -153,7 +153,8 @@ class Memo:
         if kept is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 del self._shapes[next(iter(self._shapes))]  # asked for the longest time ago
-            kept = self._new(index, holdings.draft, task)
+            kept = _Kept(len(self.starts))
+        self._know_builds(kept, index, holdings.draft, task)
         self._shapes[task, constraints] = kept
         answers = Answers(self, kept, index, holdings, task, constraints)
         if kept.position < 0:
@@ -177,20 +178,21 @@ class Memo:
             self._next_ms = int(self.absolute.min())
         return self._next_ms < soon_ms or self._stopping > 0
 
-    def _new(self, index: Index, draft: Draft, task: TaskShape) -> _Kept:
-        """With what is known by build: whether an empty node of it takes the task, and the isolation that a slice gets
-        beside others."""
-        count = len(index._build_table)
-        could, joins = np.zeros(count, np.bool_), np.zeros((count, 16), np.int64)
-        for build, view in self._of_build.items():
-            b = index._builds[build]
-            if b < 0:
-                continue
-            could[b] = isinstance(draft.fit(task, view.full_row), Fit)
+    def _know_builds(self, kept: _Kept, index: Index, draft: Draft, task: TaskShape) -> None:
+        """What is known by build, also of those that are new: whether an empty node of it takes the task, and the
+        isolation that a slice gets beside others."""
+        builds, known = index._builds, kept.builds
+        if len(kept.could) < len(builds.table):
+            wider = np.zeros(len(builds.table), np.bool_), np.zeros((len(builds.table), 16), np.int64)
+            wider[0][:known], wider[1][:known] = kept.could[:known], kept.joins[:known]
+            kept.could, kept.joins = wider
+        for b in range(known, len(builds.known)):
+            build = builds.known[b]
+            kept.could[b] = isinstance(draft.fit(task, full_row(build)), Fit)
             for sharing, names in enumerate(NAMES if build.gpus else ()):
                 name = isolation.choose(task.gpus, build.gpus[0], build.isolations, names)
-                joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
-        return _Kept(len(self.starts), could, joins)
+                kept.joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
+        kept.builds = len(builds.known)
 
 
 class Answers:
@@ -221,7 +223,7 @@ class Answers:
         kept, index = self._kept, self._index
         odd = np.empty(len(nodes), np.int64)
         left, is_other = f.look(
-            index._rows, nodes, self._shape, index._build_table, self._compat, self._labels, kept.could,
+            index._rows, nodes, self._shape, index._builds.table, self._compat, self._labels, kept.could,
             kept.joins, self._task.count, kept.counts, kept.exact, kept.usable, kept.outside, odd,
             self._memo.work,
         )  # fmt: skip
@@ -289,7 +291,7 @@ class Answers:
         while True:
             n, is_left = f.first_change(
                 index._rows, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._build_table, self._compat, kept.joins, self._task.count, memo.work, kept.usable,
+                index._builds.table, self._compat, kept.joins, self._task.count, memo.work, kept.usable,
                 memo.absolute, memo.relative, memo.least_busy, index._nodes.name_order, ends, busy, exact,
             )  # fmt: skip
             if not is_left:
@@ -312,7 +314,7 @@ class Answers:
         return Change(
             *f.change_of(
                 index._rows, n, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._build_table, self._compat, self._kept.joins, self._task.count, skip, memo.work,
+                index._builds.table, self._compat, self._kept.joins, self._task.count, skip, memo.work,
             )
         )  # fmt: skip
 

@@ -31,14 +31,13 @@ from coordinator.tables import (
     NAMES,
     REASONS,
     STATES,
+    Builds,
     Nodes,
     Table,
-    build_row,
     code_of,
     compat,
     encoded,
     grown,
-    is_odd,
     price_tables,
     sharing_of,
 )
@@ -53,6 +52,8 @@ Fallback = Callable[[str], Fit | ReasonCode]
 # are forgotten. At 10,000 nodes that is some 6,000 shapes.
 _MOST_BYTES = 512 << 20
 _OF_SHAPES = "_shapes", "_keys", "_counts", "_minima", "_compat", "_positions"
+# So many builds may be new, as GPUs fail and are well again, before those that no node has any more are forgotten.
+_MORE_BUILDS = 64
 _FIRST_SHAPES = 2048  # there is room for
 # So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
 _MOST_TWINS = 3
@@ -90,10 +91,8 @@ class Index:
         self._followed = self._reads, 0
         self._python_rows: dict[int, Row] = {}
         self._odd_nodes: set[int] = set()
-        self._builds: dict[NodeBuild, int] = {}
-        self._build_table = np.zeros((4, k.BUILD_WIDTH), np.int64)
-        self._build_of: list[NodeBuild] = []
-        self._models: dict[str, int] = {"": 0}
+        self._builds = Builds()
+        self._most_builds = 0
         self._fits: dict[tuple[int, int, int], Fit] = {}
         self._sums = np.zeros((0, k.SUM_WIDTH), np.int64)
         self._last_shapes: Sequence[Shape] | None = None
@@ -173,6 +172,7 @@ class Index:
         log, length = self._followed
         numbers = set(log[length:] if log is parent._reads else range(len(self._base)))
         self._followed = parent._reads, len(parent._reads)
+        self._know_builds()
         if numbers:
             changed = np.fromiter(numbers, np.int64, len(numbers))
             base = parent._base[changed]
@@ -206,15 +206,22 @@ class Index:
             build, known = view.row.build, old.row.build
             if view.location is not old.location and view.location != old.location:
                 return False
-            if build is not known and build != known:
+            if build is not known and build != known and not self._may_become(build, known):
                 return False
-            changed.append((number, view, view.row.pieces == old.row.pieces))
+            changed.append((number, view, build is known and view.row.pieces == old.row.pieces))
         for number, view, _ in changed:
             old, nodes.views[number] = nodes.views[number], view
             if view.labels is not old.labels and view.labels != old.labels:
                 self._read_labels(number, view)
         self._read(changed)
         return True
+
+    def _may_become(self, build: NodeBuild, known: NodeBuild) -> bool:
+        """Whether a node may change so, as when a GPU fails, while all that is known of others stays true."""
+        is_ranked_alike = build.topology.mean_cost_milli == known.topology.mean_cost_milli
+        return is_ranked_alike and (
+            build in self._builds.numbers or len(self._builds.known) < self._most_builds
+        )
 
     def _rebuild(self, snapshot: Snapshot) -> None:
         self._nodes = nodes = Nodes(snapshot)
@@ -227,6 +234,7 @@ class Index:
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
         self._base = np.zeros_like(self._rows)  # as the snapshot has them
+        self._builds = Builds()  # after the rows, see `market`
         self._sums = np.zeros((len(nodes.views) + 1, k.SUM_WIDTH), np.int64)
         self._place = np.array(nodes.place, np.int64)
         self._idle_in = np.zeros(len(nodes.places), np.int64)
@@ -240,6 +248,7 @@ class Index:
         self._forget_shapes()
         self._read([(number, view, False) for number, view in enumerate(nodes.views)])
         self._set_prices(self.worth)
+        self._most_builds = _MORE_BUILDS + 2 * len(self._builds.known)
 
     def _read(self, views: Sequence[tuple[int, NodeView, bool]]) -> None:
         """What the snapshot says of these nodes now, and whether their GPUs are as they were; `_restore` makes it hold."""
@@ -270,7 +279,7 @@ class Index:
         if self._touched:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
             self._logged = k.restore(
-                self._rows, self._sums, self._base, touched, self._build_table, self._place, self._idle_in,
+                self._rows, self._sums, self._base, touched, self._builds.table, self._place, self._idle_in,
                 self._log, self._logged,
             )  # fmt: skip
             for number, build in zip(touched.tolist(), self._base[touched, k.BUILD].tolist(), strict=True):
@@ -306,17 +315,19 @@ class Index:
         """Whole GPUs of a row; those of an odd build are kept in the column of its model instead."""
         if row[k.BUILD] < 0:
             return int(row[k.ODD_IDLE])
-        return int(k.idle_gpus(np.asarray(row, np.int64), self._build_table[int(row[k.BUILD])]))
+        return int(k.idle_gpus(np.asarray(row, np.int64), self._builds.table[int(row[k.BUILD])]))
 
     def _encoded(self, number: int, view: NodeView, known: Row | None = None) -> list[int]:
         row = view.row if known is None else known
         head = self._head(view, row)
-        build = self._build(row.build)
+        build = self._builds.number(row.build)
+        if self._builds_known != len(self._builds.known):
+            self._know_builds()
         mib, milli, names, is_open = zip(*row.pieces, strict=True) if row.pieces else ((), (), (), ())
         sharing = [*map(sharing_of, names, is_open)]
         if build < 0 or None in sharing:
             return [*head, -1, 0, self._place_rank[number], 0, row.idle_gpus] + [0] * (k.WIDTH - k.PIECES)
-        model = self._models.setdefault(row.build.gpus[0].model, len(self._models)) if mib else 0
+        model = self._builds.models[row.build.gpus[0].model] if mib else 0
         empty = _EMPTY[len(mib) :]
         return [
             *head,
@@ -337,19 +348,6 @@ class Index:
         code = view.closed_to_work
         state = 0 if code is None else STATES[code]
         return row.cpu_milli, row.memory_mib, state | k.HELD if view.name in self._held else state
-
-    def _build(self, build: NodeBuild) -> int:
-        """Its place in the table of builds; -1 where the compiled rules do not know it."""
-        known = self._builds.get(build)
-        if known is None:
-            known = self._builds[build] = -1 if is_odd(build) else len(self._build_of)
-            if known >= 0:
-                self._build_of.append(build)
-                if known == len(self._build_table):
-                    self._build_table = np.concatenate([self._build_table, np.zeros_like(self._build_table)])
-                self._build_table[known] = build_row(build)
-                self._grow_compat()
-        return known
 
     def _change(self, number: int) -> None:
         self._log[self._logged & (len(self._log) - 1)] = number
@@ -375,7 +373,7 @@ class Index:
             self._python_rows.pop(number, None)
             gpus = task.gpus
             k.take(
-                self._rows, self._sums, self._build_table, self._idle_in, place, self._log, self._logged, number,
+                self._rows, self._sums, self._builds.table, self._idle_in, place, self._log, self._logged, number,
                 task.cpu_milli, task.memory_mib, -1 if gpus.memory_mib is None else gpus.memory_mib,
                 gpus.compute_milli, code_of(found.gpus, found.isolations),
             )  # fmt: skip
@@ -467,7 +465,7 @@ class Index:
     def _tables(self, number: int | Table) -> tuple[object, ...]:
         """What `kernels.catch_up` wants for a shape."""
         return (
-            self._rows, self._sums, self._shapes, number, self._build_table, self._compat, self._labels,
+            self._rows, self._sums, self._shapes, number, self._builds.table, self._compat, self._labels,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
             self._log, self._positions, self._logged, self._stamps, self._stamp, self._odd,
@@ -498,7 +496,7 @@ class Index:
         if self._rows[number, k.BUILD] < 0:
             return None
         chosen = k.choose(
-            self._rows, self._sums, self._shapes, asked.number, number, self._build_table, self._compat,
+            self._rows, self._sums, self._shapes, asked.number, number, self._builds.table, self._compat,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
         )  # fmt: skip
         return self._fit(asked, number, chosen)
@@ -508,7 +506,7 @@ class Index:
         an odd build may be among those where it fits."""
         nodes, size = self._nodes, len(self._nodes.names)
         tables = (
-            self._rows, self._shapes, asked.number, self._build_table, self._compat,
+            self._rows, self._shapes, asked.number, self._builds.table, self._compat,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             np.empty(gang_kernels.WORK + 3 * count, np.int64),
         )  # fmt: skip
@@ -517,7 +515,7 @@ class Index:
         if gang_kernels.capacities(*tables, self._keys, count, room, left_mib, idle) < count:
             return None
         most = min(count, k.GPUS)  # a node takes no more of those that have a GPU each
-        known = np.full((len(self._build_table), 1 << k.GPUS, most + 1), -1, np.int64)
+        known = np.full((len(self._builds.table), 1 << k.GPUS, most + 1), -1, np.int64)
         asking = *tables, room, left_mib, idle, nodes.name_order, count, known, on, amounts
         used = gang_kernels.best_single(*asking)
         for starts in () if used else nodes.levels:
@@ -587,16 +585,20 @@ class Index:
     @property
     def card_mib(self) -> int:
         """Memory of the largest card; 0 where there is none."""
-        return max((gpu.memory_mib for build in self._builds for gpu in build.gpus), default=0)
+        return max((gpu.memory_mib for build in self._builds.numbers for gpu in build.gpus), default=0)
 
     def market(self, worth: Worth) -> tuple[dict[str, int], dict[int, int], int]:
         """What `coordinator.prices.with_market` must know of the nodes, at equal prices of models."""
         cpu, values, whole = price_tables(worth)
-        rows = self._rows.copy()  # it may be asked from another thread
+        while True:  # it may be asked from another thread: the builds of those rows, or later ones
+            builds, rows = self._builds, self._rows.copy()
+            if builds is self._builds:
+                break
+        models = dict(builds.models)
         found, idle, milli = k.node_values(
-            rows, self._build_table, cpu, values, whole, worth.memory_step_mib, len(self._models)
+            rows, builds.table, cpu, values, whole, worth.memory_step_mib, len(models)
         )
-        by_model = {model: int(found[n]) for model, n in self._models.items() if n and found[n] > 0}
+        by_model = {model: int(found[n]) for model, n in models.items() if n and found[n] > 0}
         return by_model, dict(enumerate(idle.tolist())), int(milli)
 
     # --- tables ---
@@ -609,10 +611,11 @@ class Index:
         nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
         blocks = len(self._nodes.block_starts) - 1 if nodes else 0
         # What is not written takes no memory.
-        widths = k.S_WIDTH, nodes, len(REASONS), blocks, max(4, len(self._build_table))
+        widths = k.S_WIDTH, nodes, len(REASONS), blocks, len(self._builds.table)
         tables = [np.zeros((_FIRST_SHAPES, width), np.int64) for width in widths]
         self._of_shapes = (*tables, np.zeros(_FIRST_SHAPES, np.int64))
         self._labels = np.ones((4, nodes), np.bool_)
+        self._builds_known = len(self._builds.known)
         self._fits.clear()
 
     def _keep_half(self) -> None:
@@ -637,14 +640,19 @@ class Index:
     def _of_shapes(self, tables: tuple[Table, ...]) -> None:
         self._shapes, self._keys, self._counts, self._minima, self._compat, self._positions = tables
 
-    def _grow_compat(self) -> None:
-        if self._compat.shape[1] < len(self._build_table):
-            wider = np.zeros((len(self._compat), len(self._build_table)), np.int64)
+    def _know_builds(self) -> None:
+        """What the shapes make of those that are new, and what their GPUs cost."""
+        builds = self._builds
+        if self._compat.shape[1] < len(builds.table):
+            wider = np.zeros((len(self._compat), len(builds.table)), np.int64)
             wider[:, : self._compat.shape[1]] = self._compat
             self._compat = wider
-        build = len(self._build_of) - 1
-        for asked in self._asked.values():
-            self._compat[asked.number, build] = compat(asked.task, self._build_of[build])
+        for build in range(self._builds_known, len(builds.known)):
+            for asked in self._asked.values():
+                self._compat[asked.number, build] = compat(asked.task, builds.known[build])
+        self._builds_known = len(builds.known)
+        if len(builds.models) != len(self._prices):
+            self._set_prices(self.worth)
 
     def _enter(self, task: TaskShape, constraints: Constraints) -> _Asked:
         number = len(self._asked)
@@ -667,7 +675,7 @@ class Index:
             gpus.is_whole,
             self._constraints[constraints],
         )
-        for build, known in enumerate(self._build_of):
+        for build, known in enumerate(self._builds.known[: self._builds_known]):
             self._compat[number, build] = compat(task, known)
         return _Asked(task, constraints, number)
 
@@ -689,7 +697,7 @@ class Index:
         known = self._fits.get((asked.number, build, code))
         if known is not None:
             return known
-        kinds, gpus = self._build_of[build], MEMBERS[code >> 32]
+        kinds, gpus = self._builds.known[build], MEMBERS[code >> 32]
         names = tuple([ISOLATIONS[code >> 4 * place & 15] for place in reversed(range(len(gpus)))])
         cost = kinds.topology.set_cost(gpus) if len(gpus) > 1 else 0
         use = use_of(asked.task.gpus, kinds.gpus, gpus, names)
@@ -701,6 +709,9 @@ class Index:
         self._cpu_prices, self._values, self._whole = price_tables(worth)
         self._step_mib = worth.memory_step_mib if worth else 1
         self._prices = np.array(
-            [0 if not model else worth.models.get(model, 1000) if worth else 1000 for model in self._models],
+            [
+                0 if not model else worth.models.get(model, 1000) if worth else 1000
+                for model in self._builds.models
+            ],
             np.int64,
         )

@@ -162,6 +162,15 @@ class Row(NamedTuple):
         return sum(piece.memory_mib for piece in self.pieces)
 
 
+def full_row(build: NodeBuild) -> Row:
+    """A node as it would be with nobody on it and everything on it well."""
+    pieces = tuple(
+        Piece(0, 0, (), False) if gpu.unavailable else Piece(gpu.memory_mib, gpu.compute_milli)
+        for gpu in build.gpus
+    )
+    return Row(build, build.cpu_milli, build.memory_mib, pieces)
+
+
 @frozen(eq=False)
 class NodeView:
     """A node in a snapshot. `missing_since_ms`: when this coordinator first saw no report of it."""
@@ -187,13 +196,7 @@ class NodeView:
 
     @cached_property
     def full_row(self) -> Row:
-        """The node as it would be with nobody on it and everything on it well."""
-        build = self.row.build
-        pieces = tuple(
-            Piece(0, 0, (), False) if gpu.unavailable else Piece(gpu.memory_mib, gpu.compute_milli)
-            for gpu in build.gpus
-        )
-        return Row(build, build.cpu_milli, build.memory_mib, pieces)
+        return full_row(self.row.build)
 
     @property
     def closed_to_work(self) -> ReasonCode | None:

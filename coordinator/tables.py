@@ -188,6 +188,33 @@ def _compat(request: SliceRequest, build: NodeBuild) -> int:
     return match
 
 
+class Builds:
+    """The builds of nodes and the models of their GPUs by number; a build that the compiled rules do not know is -1.
+    They only become more, so that several indexes share them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[NodeBuild, int] = {}
+        self.known: list[NodeBuild] = []
+        self.models: dict[str, int] = {"": 0}
+        self.table = np.zeros((4, k.BUILD_WIDTH), np.int64)
+
+    def number(self, build: NodeBuild) -> int:
+        known = self.numbers.get(build)
+        if known is None:
+            known = self.numbers[build] = -1 if is_odd(build) else len(self.known)
+            if known >= 0:
+                self._add(build)
+        return known
+
+    def _add(self, build: NodeBuild) -> None:
+        if len(self.known) == len(self.table):
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+        self.table[len(self.known)] = build_row(build)
+        if build.gpus:
+            self.models.setdefault(build.gpus[0].model, len(self.models))
+        self.known.append(build)
+
+
 def build_row(build: NodeBuild) -> list[int]:
     """Memory of each GPU, costs of pairs, cost of each set, and which GPUs are as near to a set as its members are
     to each other (`NodeTopology.domain_size`)."""

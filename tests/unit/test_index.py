@@ -99,7 +99,7 @@ def same(
 
 def shaken(w: World, random: Random, turn: int) -> None:
     """Something changes between two cycles."""
-    what = random.randrange(6)
+    what = random.randrange(7)
     name = random.choice(sorted(w.cluster.snapshot(w.now_ms).nodes))
     if what == 0:
         w.see(model.AdminSeen(NodeAdmin(name, cordoned=random.random() < 0.5)))
@@ -109,7 +109,13 @@ def shaken(w: World, random: Random, turn: int) -> None:
         w.see(model.ReportGone(name))
     elif what == 3:
         w.add(node(f"new{turn}", gpus=random.randrange(5), groups=()))
-    elif what >= 4:
+    elif what == 4:
+        failed = random.randrange(8)
+        gpus = [gpu("n4", n, unavailable="lost" if n == failed else "") for n in range(8)]
+        isolations = random.choice([("exclusive", "timeslice"), ("exclusive", "mps")])
+        w.add(node("n4", gpus, labels={"rack": "r2", "zone": "a"}, isolations=isolations))
+        SEEN["GPU failed"] += 1
+    elif what >= 5:
         w.submit(running(f"r{turn}", "n2", [piece("GPU-n2-0", 10 * GIB, 125, "mps")]))
         SEEN["allocation"] += 1
 
@@ -237,6 +243,6 @@ def _where(spots: tuple[Spot, ...] | None) -> object:
 def test_the_property_above_was_not_vacuous():
     if not SEEN:
         pytest.skip("the property did not run")
-    wanted = "placed", "refused", "priced", "odd", "held", "allocation"
+    wanted = "placed", "refused", "priced", "odd", "held", "allocation", "GPU failed"
     wanted += "gang in a node", "gang over nodes", "gang over racks", "gang refused"
     assert all(SEEN[name] > 0 for name in wanted), SEEN
