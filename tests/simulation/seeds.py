@@ -26,6 +26,7 @@ class Chunk:
 
 def play_span(span: tuple[int, int]) -> Chunk:
     """Seeds from the first to the one before the second."""
+    gc.collect()  # else what is left of the span before is kept for good
     gc.freeze()  # what was imported need not be looked at after each seed
     faults: Counter[str] = Counter()
     failures = []
