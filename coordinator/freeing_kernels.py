@@ -26,6 +26,7 @@ from coordinator.kernels import (
     _free_mask,
     _inlined,
     _least_cost,
+    isolation_of,
 )
 
 # columns of a piece that somebody holds; the first of a holder's pieces bears the figures of the holder
@@ -44,7 +45,7 @@ WORK = _SHARING + 4 * GPUS
 
 
 @_compiled
-def _how_many(row, shape, build, compat, joins, most):
+def _how_many(row, shape, build, compat, most):
     """How many such tasks, up to `most`, fit one beside the other. Spends the row."""
     want, count = shape[S_COUNT], 0
     while count < most and row[CPU] >= shape[S_CPU] and row[MEMORY] >= shape[S_MEMORY]:
@@ -66,7 +67,7 @@ def _how_many(row, shape, build, compat, joins, most):
                 left -= 1
                 row[PIECES + n] -= build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
                 row[PIECES + GPUS + n] -= shape[S_MILLI]
-                row[PIECES + 2 * GPUS + n] |= joins[row[PIECES + 2 * GPUS + n]]
+                row[PIECES + 2 * GPUS + n] |= 1 << isolation_of(compat, row[PIECES + 2 * GPUS + n])
     return count
 
 
@@ -109,7 +110,7 @@ def _free(row, held, first, last, sharing):
 
 
 @_compiled
-def _change(row, held, first, last, now_ms, shape, build, compat, joins, most, skip, work):
+def _change(row, held, first, last, now_ms, shape, build, compat, most, skip, work):
     """See `coordinator.freeing.Change`."""
     free, filled, sharing = work[:_FILLED], work[_FILLED:_SHARING], work[_SHARING:WORK]
     half = (len(work) - WORK) // 2
@@ -129,11 +130,11 @@ def _change(row, held, first, last, now_ms, shape, build, compat, joins, most, s
         if place < skip:
             continue
         if most == 1:
-            count = np.int64(_how_many(free, shape, build, compat, joins, most))
+            count = np.int64(_how_many(free, shape, build, compat, most))
         else:
             for column in range(WIDTH):
                 filled[column] = free[column]
-            count = np.int64(_how_many(filled, shape, build, compat, joins, most))
+            count = np.int64(_how_many(filled, shape, build, compat, most))
         if before < 0:
             before = count
         elif count != before:
@@ -142,19 +143,17 @@ def _change(row, held, first, last, now_ms, shape, build, compat, joins, most, s
 
 
 @_compiled
-def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, joins, most, skip, work):
+def change_of(rows, node, held, starts, lengths, now_ms, shape, builds, compat, most, skip, work):
     """`_change` of one node of a known build."""
     b = rows[node, BUILD]
     return _change(
-        rows[node], held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b], joins[b],
+        rows[node], held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
         most, skip, work,
     )  # fmt: skip
 
 
 @_compiled
-def look(
-    rows, nodes, shape, builds, compat, labels, could, joins, most, counts, exact, usable, outside, odd, work
-):
+def look(rows, nodes, shape, builds, compat, labels, could, most, counts, exact, usable, outside, odd, work):
     """Sees anew whether the job could use these nodes when empty, whether they are open to work that is not for it, and
     how many of several tasks they take; what changes that is to be found again. Returns (how many nodes are left to
     the caller in `odd`, whether others are usable now)."""
@@ -177,13 +176,13 @@ def look(
             if is_usable:
                 for column in range(WIDTH):
                     work[column] = row[column]
-                counts[node] = _how_many(work, shape, builds[b], compat[b], joins[b], most)
+                counts[node] = _how_many(work, shape, builds[b], compat[b], most)
     return left, is_other
 
 
 @_compiled
 def first_change(
-    rows, held, starts, lengths, now_ms, shape, builds, compat, joins, most, work, usable,
+    rows, held, starts, lengths, now_ms, shape, builds, compat, most, work, usable,
     absolute, relative, least_busy, name_order, ends, busy, exact,
 ):  # fmt: skip
     """(the node whose change comes first, whether it is left to the caller to find that change, or to enter who holds
@@ -208,7 +207,7 @@ def first_change(
             return node, True
         _, ends[node], busy[node], _, _ = _change(
             row, held, starts[node], starts[node] + lengths[node], now_ms, shape, builds[b], compat[b],
-            joins[b], most, 0, work,
+            most, 0, work,
         )  # fmt: skip
         exact[node] = True
         if _is_sooner(ends[node], busy[node], node, best_end, best_busy, best, name_order):

@@ -23,9 +23,7 @@ from coordinator.index import Index
 from coordinator.nodes import Constraints, NodeView, Row, full_row
 from coordinator.placement import Draft
 from coordinator.snapshot import TaskShape
-from coordinator.tables import BITS, NAMES, Table
-from vgpu import isolation
-from vgpu.reasons import Reason
+from coordinator.tables import BITS, Table
 
 # More shapes than this are not remembered; a reservation is for one.
 _MOST_SHAPES = 64
@@ -33,12 +31,12 @@ _BIT_PLACES = {name: bit.bit_length() - 1 for name, bit in BITS.items()}
 
 
 class _Kept:
-    """What is known of one shape, by node: whether an empty one could take it, whether it is open to work that is not
-    for this shape, how many of several tasks it takes now, and the first change of that where it is `exact`."""
+    """What is known of one shape: by build whether an empty node could take it; by node whether it is `usable` to it,
+    whether it is open to work but not to this, how many of several tasks it takes now, and the first change of that
+    where it is `exact`."""
 
     def __init__(self, nodes: int) -> None:
-        self.builds = 0
-        self.could, self.joins = np.zeros(0, np.bool_), np.zeros((0, 16), np.int64)
+        self.could = np.zeros(0, np.bool_)
         self.counts, self.ends, self.busy = (np.zeros(nodes, np.int64) for _ in range(3))
         self.exact, self.usable, self.outside = (np.zeros(nodes, np.bool_) for _ in range(3))
         self.position = -1
@@ -179,20 +177,11 @@ class Memo:
         return self._next_ms < soon_ms or self._stopping > 0
 
     def _know_builds(self, kept: _Kept, index: Index, draft: Draft, task: TaskShape) -> None:
-        """What is known by build, also of those that are new: whether an empty node of it takes the task, and the
-        isolation that a slice gets beside others."""
-        builds, known = index._builds, kept.builds
-        if len(kept.could) < len(builds.table):
-            wider = np.zeros(len(builds.table), np.bool_), np.zeros((len(builds.table), 16), np.int64)
-            wider[0][:known], wider[1][:known] = kept.could[:known], kept.joins[:known]
-            kept.could, kept.joins = wider
-        for b in range(known, len(builds.known)):
-            build = builds.known[b]
-            kept.could[b] = isinstance(draft.fit(task, full_row(build)), Fit)
-            for sharing, names in enumerate(NAMES if build.gpus else ()):
-                name = isolation.choose(task.gpus, build.gpus[0], build.isolations, names)
-                kept.joins[b, sharing] = 0 if isinstance(name, Reason) else BITS[name]
-        kept.builds = len(builds.known)
+        """Also of those that are new whether an empty node of it takes the task."""
+        builds = index._builds.known
+        if len(kept.could) < len(builds):
+            new = [isinstance(draft.fit(task, full_row(build)), Fit) for build in builds[len(kept.could) :]]
+            kept.could = np.concatenate([kept.could, np.array(new, np.bool_)])
 
 
 class Answers:
@@ -224,7 +213,7 @@ class Answers:
         odd = np.empty(len(nodes), np.int64)
         left, is_other = f.look(
             index._rows, nodes, self._shape, index._builds.table, self._compat, self._labels, kept.could,
-            kept.joins, self._task.count, kept.counts, kept.exact, kept.usable, kept.outside, odd,
+            self._task.count, kept.counts, kept.exact, kept.usable, kept.outside, odd,
             self._memo.work,
         )  # fmt: skip
         for n in odd[:left].tolist():
@@ -291,7 +280,7 @@ class Answers:
         while True:
             n, is_left = f.first_change(
                 index._rows, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._builds.table, self._compat, kept.joins, self._task.count, memo.work, kept.usable,
+                index._builds.table, self._compat, self._task.count, memo.work, kept.usable,
                 memo.absolute, memo.relative, memo.least_busy, index._nodes.name_order, ends, busy, exact,
             )  # fmt: skip
             if not is_left:
@@ -314,7 +303,7 @@ class Answers:
         return Change(
             *f.change_of(
                 index._rows, n, memo.held, memo.starts, memo.lengths, memo.now_ms, self._shape,
-                index._builds.table, self._compat, self._kept.joins, self._task.count, skip, memo.work,
+                index._builds.table, self._compat, self._task.count, skip, memo.work,
             )
         )  # fmt: skip
 
