@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from attrs import evolve, frozen
+from msgspec.structs import replace
 
 from coordinator.config import Settings
 from coordinator.store import Store, StoreUnavailable
@@ -318,7 +319,7 @@ class Agent:
             return self._monitor.faulty_reports()
         out = quarantined(view)
         return tuple(
-            evolve(report, fault=out[report.uuid]) if report.uuid in out and not report.fault else report
+            replace(report, fault=out[report.uuid]) if report.uuid in out and not report.fault else report
             for report in self._monitor.reports
         )
 

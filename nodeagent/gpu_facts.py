@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
+from msgspec.structs import replace
 
 from vgpu.inventory import WHOLE_GPU_MILLI, Gpu, GpuProcess
 
@@ -56,7 +57,7 @@ def mig_instance(like: Gpu, card: str, memory: Memory, slices: tuple[int | None,
     down, so that the instances of a card never add up to more than the card.
     """
     own, of_card = slices[0] or 1, slices[1]
-    return evolve(
+    return replace(
         like,
         memory_mib=memory.schedulable_mib,
         memory_total_mib=memory.total_mib,
@@ -71,7 +72,7 @@ def share_instance_memory(gpus: Sequence[Gpu], instance_of: Mapping[str, int]) -
     """Compute instances inside one MIG GPU instance see the same memory; each is offered an equal part of it, so that
     it is not given out twice. `instance_of`: UUID -> id of the GPU instance, all of one card."""
     sharers = Counter(instance_of[gpu.uuid] for gpu in gpus)
-    return tuple(evolve(gpu, memory_mib=gpu.memory_mib // sharers[instance_of[gpu.uuid]]) for gpu in gpus)
+    return tuple(replace(gpu, memory_mib=gpu.memory_mib // sharers[instance_of[gpu.uuid]]) for gpu in gpus)
 
 
 def processes_of(
@@ -153,5 +154,5 @@ def carry_over(
             warnings.append(f"GPU {gpu.uuid} at {gpu.pci_bus_id} was replaced by {successor.uuid}")
         else:
             why = why_missing.get(gpu.uuid, "the driver no longer lists it")
-            lost.append(evolve(gpu, unavailable=f"lost: {why}"))
+            lost.append(replace(gpu, unavailable=f"lost: {why}"))
     return tuple(lost), tuple(warnings)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pynvml
-from attrs import define, evolve, field
+from attrs import define, field
+from msgspec.structs import replace
 
 from nodeagent.device_nodes import KernelFiles, pci_address
 from nodeagent.gpu_facts import (
@@ -222,7 +223,7 @@ class NvmlSource:
                     reading.warnings.append(f"MIG instance {name} of {card.uuid} cannot be read: {error}")
                 continue
             instance = mig_instance(
-                evolve(card, uuid=uuid, device_paths=self._files.of_mig_instance(minor, gi, ci)),
+                replace(card, uuid=uuid, device_paths=self._files.of_mig_instance(minor, gi, ci)),
                 card.uuid,
                 memory,
                 (attributes.computeInstanceSliceCount if attributes is not None else None, slots),

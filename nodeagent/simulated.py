@@ -17,7 +17,8 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping
 
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from nodeagent.gpu_health import GpuHealth
 from nodeagent.gpu_source import AttemptOf, GpuInventory, GpusNotReady, Held, XidEvent
@@ -146,7 +147,7 @@ class SimulatedSource:
         if self._not_ready is not None:
             raise self._not_ready
         gpus = tuple(
-            evolve(gpu, unavailable=f"lost: {self._lost[gpu.uuid]}") if gpu.uuid in self._lost else gpu
+            replace(gpu, unavailable=f"lost: {self._lost[gpu.uuid]}") if gpu.uuid in self._lost else gpu
             for gpu in self._gpus
         )
         present = tuple(x for x in self._links if x.first not in self._lost and x.second not in self._lost)
@@ -170,7 +171,7 @@ class SimulatedSource:
         fault = self._health.fault(gpu.uuid)
         if gpu.uuid in self._lost:
             return GpuReport(gpu.uuid, fault=fault)
-        foreign = tuple(evolve(p, attempt=attempt_of(p.pid)) for p in self._foreign.get(gpu.uuid, ()))
+        foreign = tuple(replace(p, attempt=attempt_of(p.pid)) for p in self._foreign.get(gpu.uuid, ()))
         # Nine tenths: a job never quite fills what it holds.
         busy_percent = min(100, held_milli * 90 // WHOLE_GPU_MILLI)
         return GpuReport(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import evolve
 from msgspec.structs import replace
 
 from coordinator import lifecycle, model
@@ -46,7 +45,7 @@ def gpu(
         device_paths=("/dev/null",),
         numa_node=0,
     )
-    return evolve(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def mig(node: str, card: int, index: int, memory: int, compute: int) -> Gpu:
@@ -99,7 +98,7 @@ def node(
         labels=dict(labels or {}),
         isolations=tuple(isolations),
     )
-    return evolve(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def report(

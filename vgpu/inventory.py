@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from attrs import field, frozen
+from msgspec import Struct, field
 
 WHOLE_GPU_MILLI = 1000
 
@@ -25,8 +25,7 @@ class LinkLevel(enum.Enum):
     SYSTEM = "system"
 
 
-@frozen
-class Link:
+class Link(Struct, frozen=True, gc=False):
     """How two GPUs of a node reach each other. Each pair stands once, in the order of the GPUs. `nvlinks` counts
     active direct NVLinks (0 = none); behind an NVSwitch every pair counts all links of a GPU."""
 
@@ -36,8 +35,7 @@ class Link:
     nvlinks: int = 0
 
 
-@frozen
-class Gpu:
+class Gpu(Struct, frozen=True, gc=False):
     """One thing that a slice may be cut from: a physical GPU, or a MIG instance (then `parent` names the card).
 
     `memory_mib` is what may be given out: the total less the driver's reserve. `unavailable` says why nothing may be
@@ -72,8 +70,7 @@ class Gpu:
 INVENTORY_VERSION = 1
 
 
-@frozen
-class NodeInventory:
+class NodeInventory(Struct, frozen=True, gc=False):
     """What a machine has. `isolations` are the names of the backends that may be used here; `engine_node_id` is the
     node's id in the engine (Nomad), `machine_id` the operating system's, which tells two machines of one name apart.
     `container_gpus` says how GPUs enter a container: by their device nodes, the NVIDIA runtime, or CDI."""
@@ -85,7 +82,7 @@ class NodeInventory:
     links: tuple[Link, ...]
     cpu_milli: int
     memory_mib: int
-    labels: Mapping[str, str] = field(factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     isolations: tuple[str, ...] = ("exclusive", "timeslice")
     engine_node_id: str = ""
     container_gpus: str = "devices"  # devices | nvidia-runtime | cdi
@@ -93,8 +90,7 @@ class NodeInventory:
     version: int = INVENTORY_VERSION
 
 
-@frozen
-class GpuProcess:
+class GpuProcess(Struct, frozen=True, gc=False):
     """A process that the driver sees on a GPU. `attempt` is the `<job>.<attempt>.<task>` it belongs to, empty when it
     is none of ours (a foreign process)."""
 
@@ -103,8 +99,7 @@ class GpuProcess:
     attempt: str = ""
 
 
-@frozen
-class GpuReport:
+class GpuReport(Struct, frozen=True, gc=False):
     """What one GPU measured. Fields that the driver does not support are None. `fault` says why it may not be given
     out (lost, hardware Xid), empty when healthy."""
 
@@ -117,8 +112,7 @@ class GpuReport:
     fault: str = ""
 
 
-@frozen
-class NodeReport:
+class NodeReport(Struct, frozen=True, gc=False):
     """What a node measured in one monitoring period. `held` names every `<job>.<attempt>.<task>` of ours that still
     exists on the machine, granted or not, with the UUIDs of its GPUs: a GPU in it is not free for anyone else. `closed`
     says why the node can start nothing now (its container engine does not answer), empty when it can."""
@@ -127,7 +121,7 @@ class NodeReport:
     sequence: int
     at_ms: int
     gpus: tuple[GpuReport, ...]
-    held: Mapping[str, tuple[str, ...]] = field(factory=dict)
+    held: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cpu_used_milli: int | None = None
     memory_used_mib: int | None = None
     warnings: tuple[str, ...] = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from attrs import evolve
 from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
@@ -348,7 +347,7 @@ def test_allocated_moves_the_record():
 def test_a_node_that_can_start_nothing_takes_no_work_until_it_says_otherwise():
     """Its agent reports, but its Docker Engine is down: no job is sent there to wait for its launch deadline."""
     w = World(node("n1"))
-    w.see(model.ReportSeen(evolve(report("n1", w.now_ms), closed="Docker does not answer")))
+    w.see(model.ReportSeen(replace(report("n1", w.now_ms), closed="Docker does not answer")))
     w.submit(job("j"))
     assert w.cycle() == []
     assert w.snapshot().nodes["n1"].status is NodeStatus.CLOSED

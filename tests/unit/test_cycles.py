@@ -122,7 +122,7 @@ async def test_neither_a_report_nor_a_task_that_came_to_run_costs_a_plan() -> No
         assert plans > 0
         await world.run_jobs()
         for second in range(1, 20):
-            newer = evolve(report("n1", world.clock.now_ms + 1000 * second), sequence=second)
+            newer = replace(report("n1", world.clock.now_ms + 1000 * second), sequence=second)
             await world.put(report_key("n1"), newer)
         assert await world.is_quiet() == plans
         await world.put(queue_key("a", "j2"), job("j2"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from attrs import evolve
 from msgspec.structs import replace
 
 from coordinator import model
@@ -81,8 +80,8 @@ def test_a_report_that_only_brings_newer_figures_gives_the_view_that_a_whole_loo
     """The short way and the long way end in the same view; and placement sees the very same row."""
     uuid = node("n1", gpus=2).gpus[0].uuid
     first = report("n1", START_MS, foreign={uuid: 900})
-    figures = tuple(evolve(gpu, temperature_celsius=70, memory_used_mib=901) for gpu in first.gpus)
-    newer = evolve(first, at_ms=START_MS + 1, sequence=2, gpus=figures, cpu_used_milli=5)
+    figures = tuple(replace(gpu, temperature_celsius=70, memory_used_mib=901) for gpu in first.gpus)
+    newer = replace(first, at_ms=START_MS + 1, sequence=2, gpus=figures, cpu_used_milli=5)
     short, long = Cluster(Settings()), Cluster(Settings())
     for cluster in (short, long):
         cluster.apply(model.InventorySeen(node("n1", gpus=2)), START_MS)

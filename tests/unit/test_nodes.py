@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import model
 from coordinator.lifecycle import cancelled
@@ -67,7 +67,7 @@ def test_foreign_memory_is_not_free():
 def test_a_foreign_process_of_unknown_size_closes_the_gpu():
     w = World(node("n1", gpus=1))
     seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, None),))
-    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    w.see(model.ReportSeen(replace(report("n1"), gpus=(seen,))))
     assert closed(w) is ReasonCode.GPU_OCCUPIED
 
 
@@ -75,7 +75,7 @@ def test_a_foreign_process_of_unknown_size_closes_the_gpu():
 def test_without_a_list_of_processes_use_of_an_empty_gpu_is_foreign(used, expected):
     w = World(node("n1", gpus=1))
     seen = GpuReport("GPU-n1-0", memory_used_mib=used, processes=None)
-    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    w.see(model.ReportSeen(replace(report("n1"), gpus=(seen,))))
     assert w.snapshot().nodes["n1"].gpus[0].foreign_memory_mib == expected
 
 
@@ -83,7 +83,7 @@ def test_our_own_processes_are_not_foreign():
     w = World(node("n1", gpus=1))
     w.submit(running("j", "n1", [piece("GPU-n1-0", 10 * GIB, 300, "mps")]))
     seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 9000, "j.1.0"),))
-    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    w.see(model.ReportSeen(replace(report("n1"), gpus=(seen,))))
     assert free(w) == (70 * GIB, 700)
 
 
@@ -147,7 +147,7 @@ def test_da9_a_task_on_another_gpu_than_it_was_given_closes_that_gpu():
 def test_a_process_of_an_attempt_that_is_over_keeps_its_gpu():
     w = World(node("n1", gpus=1))
     seen = GpuReport("GPU-n1-0", processes=(GpuProcess(7, 100, "old.1.0"),))
-    w.see(model.ReportSeen(evolve(report("n1"), gpus=(seen,))))
+    w.see(model.ReportSeen(replace(report("n1"), gpus=(seen,))))
     assert closed(w) is ReasonCode.GPU_OCCUPIED
 
 

@@ -124,7 +124,7 @@ def test_a_snapshot_tells_which_nodes_changed_since_another() -> None:
     assert again.changed_nodes(first) == set()
     w.submit(running("a", "n1", [piece("GPU-n1-0")]))
     second = w.snapshot()
-    w.see(model.ReportGone("n3"), model.ReportSeen(evolve(report("n2"), sequence=2)))
+    w.see(model.ReportGone("n3"), model.ReportSeen(replace(report("n2"), sequence=2)))
     w.add(node("n9"))
     third = w.snapshot()
     assert second.changed_nodes(first) == {"n1"}
