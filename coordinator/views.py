@@ -7,6 +7,7 @@ report. Each gives the view that a whole look would.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from attrs import evolve, field, frozen
 
@@ -181,8 +182,16 @@ def _gpu_views(facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]) -> li
 
 
 def _piece(view: GpuView) -> Piece:
-    sharing = tuple(sorted({holding.piece.isolation for holding in view.holdings})) if view.holdings else ()
+    sharing = (
+        _sharing(frozenset([holding.piece.isolation for holding in view.holdings])) if view.holdings else ()
+    )
     return Piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
+
+
+@lru_cache(maxsize=1 << 10)
+def _sharing(isolations: frozenset[str]) -> tuple[str, ...]:
+    """The same tuple for all GPUs that are shared alike."""
+    return tuple(sorted(isolations))
 
 
 def _gpu_view(
