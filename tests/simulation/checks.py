@@ -38,6 +38,7 @@ from tests.invariants import check_snapshot
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.machine import Box, Machine
 from tests.simulation.store import Applied, Server
+from vgpu.inventory import NodeReport
 from vgpu.reasons import ReasonCode
 
 FULL_CHECK_EACH = 12
@@ -84,6 +85,10 @@ class Checks:
         self.last_heard: dict[str, float] = {}
         self.back_at: dict[str, float] = {}  # when a node was heard again that could be given up
         self.story: list[str] = []
+        self._reported: dict[
+            str, tuple[Process | None, int]
+        ] = {}  # who wrote the last report of a node, and which
+        self._replaced: set[Process | None] = set()
         self._folders: dict[str, set[str]] = defaultdict(set)
         self._writes = 0
 
@@ -167,7 +172,21 @@ class Checks:
             if self._silent(node) >= self.settings.lost_seconds:
                 self.back_at[node] = loop.time()
             self.last_heard[node] = loop.time()
+            self._check_report(node, applied.sender, decode(NodeReport, change.item.value).sequence)
         return folder == "tasks"
+
+    def _check_report(self, node: str, sender: Process | None, sequence: int) -> None:
+        """What a node says is never replaced by what it said before (seed 210220)."""
+        before, number = self._reported.get(node, (None, 0))
+        if before is sender:
+            hold(sequence > number, f"report {sequence} of {node} landed on report {number}")
+        else:
+            hold(
+                sender not in self._replaced,
+                f"a report of an agent of {node} landed on one of the next agent",
+            )
+            self._replaced.add(before)
+        self._reported[node] = (sender, sequence)
 
     def _job(self, folder: str, job: Job) -> None:
         id, before = job.id, self.jobs.get(job.id)
