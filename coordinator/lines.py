@@ -168,7 +168,7 @@ class WaitingLines:
         lines, lent = self._lines[tenant], TenantLines(self._lent.get(tenant), keys)
         for key in keys:
             line = lines[key]
-            if len(line):
+            if line.start < len(line.jobs):
                 lent[key] = line.lend()
             else:
                 lent.pop(key, None)

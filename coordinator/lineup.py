@@ -302,7 +302,7 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
         if old is None:
             everything |= line.bit
         else:
-            more -= len(old)
+            more -= old.stop - old.start
             if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
                 is_bound = True
             if old.limited:
@@ -310,10 +310,12 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
         if new is None:
             everything &= ~line.bit
         else:
-            more += len(new)
-            oldest_ms = min(oldest_ms, new.first.submitted_at_ms)
+            more += new.stop - new.start
+            if new.first.submitted_at_ms < oldest_ms:
+                oldest_ms = new.first.submitted_at_ms
             if new.limited:
                 insort(quickest, (new.quickest_ms, line.place))
-        memory += more * line.needs.memory_mib
-        compute += more * line.needs.compute_milli
+        if more:
+            memory += more * line.use.memory
+            compute += more * line.use.compute
     return Front(lines, everything, quickest, Use(compute, memory), oldest_ms, is_bound)
