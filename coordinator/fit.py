@@ -165,7 +165,9 @@ def _found(
 
 
 def _fraction(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth | None) -> Fit:
-    """The GPU on which a part of it leaves the least fragmentation."""
+    """The GPU on which a part of it leaves the least fragmentation. Of GPUs that lose as little worth, one that is
+    broken already: a size that fits beside the large ones of the mix loses nothing on an idle GPU either, and jobs
+    leave, so that an idle one stays idle for whoever needs it whole."""
     answers: list[tuple[Score, int]] = []
     for gpu in names:
         if worth is None:
@@ -174,9 +176,10 @@ def _fraction(task: TaskShape, row: Row, names: Mapping[int, str], worth: Worth 
             answers.append(((*left, row.idle_gpus - opens, row.gpu_memory_mib), gpu))
         elif row.build.gpus[gpu].is_mig_instance:
             # Nobody else can have the rest of it, so it costs what is wasted.
-            answers.append(((row.pieces[gpu].compute_milli - task.gpus.compute_milli,), gpu))
+            answers.append(((row.pieces[gpu].compute_milli - task.gpus.compute_milli, 0), gpu))
         else:
-            answers.append(((worth.loss(row, after(task, row, _found(task, row, (gpu,), names, ()))),), gpu))
+            loss = worth.loss(row, after(task, row, _found(task, row, (gpu,), names, ())))
+            answers.append(((loss, int(row.is_idle(gpu))), gpu))
     score, gpu = min(answers)
     return _found(task, row, (gpu,), names, score)
 

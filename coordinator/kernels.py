@@ -306,15 +306,15 @@ def _fraction(row, shape, build, mask, price, cpu_prices, values, whole, step_mi
             continue
         need = build[n] if shape[S_GPU_MEMORY] < 0 else shape[S_GPU_MEMORY]
         mib, milli = row[PIECES + n], row[PIECES + GPUS + n]
-        opens = 1 if _is_idle(row, build, n) else 0
+        opens = np.int64(_is_idle(row, build, n))
         if is_known:
-            score = np.int64(0)
+            score = opens
             if price:
                 after = _bound_after(
                     opens, mib, milli, mib - need, milli - shape[S_MILLI], shape[S_CPU], idle,
                     cpu_prices, values, whole, step_mib, sums,
                 )  # fmt: skip
-                score = _rounded(sums[SUM_WORTH] - price * after // 1000)
+                score |= _rounded(sums[SUM_WORTH] - price * after // 1000) << 1
         else:
             left = 1000 * (mib - need) // build[n] + milli - shape[S_MILLI]
             score = (2 * opens << 44) | (left << 32) | ((idle - opens) << 26) | left_mib

@@ -54,11 +54,14 @@ def encoded(task: TaskShape, score: tuple[int, ...], place: int) -> int:
     """A score of `coordinator.fit` as the one number that the compiled rules make of it. Of one whole GPU `place` stands
     for what depends on the node alone (`Nodes.whole_ranks`)."""
     is_one = task.gpus.count == 1 and task.gpus.is_whole
-    has_worth = len(score) == (2 if task.gpus.count == 0 else 1 if _is_fraction(task) else 4 if is_one else 3)
-    if task.gpus.count == 0:
-        return score[0] << 1 | score[1] if has_worth else score[0] << 54 | score[1] << 27 | score[2]
-    if _is_fraction(task):
-        return score[0] if has_worth else score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
+    is_none, is_fraction = task.gpus.count == 0, _is_fraction(task)
+    has_worth = len(score) == (4 if is_one else 2 if is_none or is_fraction else 3)
+    if has_worth and (is_none or is_fraction):
+        return score[0] << 1 | score[1]
+    if is_none:
+        return score[0] << 54 | score[1] << 27 | score[2]
+    if is_fraction:
+        return score[0] << 44 | score[1] << 32 | score[2] << 26 | score[3]
     first = k.rank_of_whole(place, score[2]) if is_one else score[0] << 6 | score[1]
     rest = score[3 if is_one else 2 :]
     return first << 26 | rest[0] if has_worth else first << 32 | rest[0] << 26 | rest[1]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 from attrs import evolve
 
+from coordinator.fit import Fit, fit
 from coordinator.index import Index
 from coordinator.placement import Draft
 from coordinator.prices import FEWEST_JOBS, Pricing, moved, size_prices, with_market
@@ -143,6 +144,20 @@ def test_a_job_goes_where_the_least_worth_is_lost():
     assert where(w, priced(mix), of) == ("n1", (1,))
     of = shape_of(spec(memory=CARD * 450 // 1000, compute=450)).tasks[0]
     assert where(w, priced(mix), of) == ("n1", (1,))
+
+
+def test_of_gpus_that_lose_as_little_one_that_is_broken_already_is_taken():
+    """An 810 still fits beside a 100."""
+    mix = Counter({kind(810): 100, kind(100): 50})
+    w = World(node("n1", gpus=1, groups=()), node("n2", gpus=2, groups=()))
+    w.submit(running("a", "n2", [piece("GPU-n2-1", CARD * 810 // 1000, 810, "mps")]))
+    of = shape_of(spec(memory=CARD * 100 // 1000, compute=100)).tasks[0]
+    worth = priced(mix)
+    row = w.snapshot().nodes["n1"].row
+    found = fit(of, row, worth)
+    assert isinstance(found, Fit)
+    assert found.score == (0, 1), "nothing is lost, yet a GPU is broken"
+    assert where(w, worth, of) == ("n2", (1,))
 
 
 def test_whole_gpus_of_nodes_that_communication_leaves_equal_go_by_worth():
