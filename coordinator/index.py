@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from vgpu.topology import Location
 _EMPTY = (0,) * k.GPUS
 # Answers for a node of a build that the compiled rules do not know.
 Fallback = Callable[[str], Fit | ReasonCode]
+Answer = Callable[[TaskShape, Constraints, str], Fit | ReasonCode]
 # What is kept of shapes between two cycles takes no more memory than this: of more, those asked for the longest time ago
 # are forgotten. At 10,000 nodes that is some 6,000 shapes.
 _MOST_BYTES = 512 << 20
@@ -544,24 +546,26 @@ class Index:
         found = k.free_pieces(self._rows, asked.number, self._compat, self._keys)
         return found[0], found[1], found[2], found[3]
 
-    @property
-    def has_odd_nodes(self) -> bool:
-        return bool(self._odd_nodes)
-
     def odd_nodes(self) -> list[str]:
         return [self._nodes.names[number] for number in sorted(self._odd_nodes)]
 
-    def fitting_shapes(self, shapes: Sequence[Shape]) -> list[bool]:
-        """For each shape whether all kinds of its tasks fit somewhere, in one call. There are no odd nodes. Fastest for
-        the sequence that it was asked for last."""
+    def fitting_shapes(self, shapes: Sequence[Shape], answer: Answer) -> list[bool]:
+        """For each shape whether all kinds of its tasks fit somewhere, in one call. Fastest for the sequence that it was
+        asked for last, and where no node of an odd build has changed."""
         if self._last_shapes is not shapes:
             self._last_shapes, known = shapes, self._shape_numbers
             numbers_of = [known.get(shape) or self._numbers_of(shape) for shape in shapes]
             self._last_numbers = np.array([*itertools.chain.from_iterable(numbers_of)], np.int64)
             self._last_counts = [len(numbers) for numbers in numbers_of]
-        fits = np.zeros(len(self._last_numbers), np.bool_)
-        k.fit_somewhere(*self._tables(self._last_numbers), fits)
+        fits, is_left = (np.zeros(len(self._last_numbers), np.bool_) for _ in range(2))
+        k.fit_somewhere(*self._tables(self._last_numbers), fits, is_left)
         self._stamp += len(fits)
+        if self._odd_nodes and is_left.any():
+            all_asked = [*self._asked.values()]
+            for i in np.flatnonzero(is_left).tolist():
+                asked = all_asked[self._last_numbers[i]]
+                self.catch_up(asked, partial(answer, asked.task, asked.constraints))
+                fits[i] = self.fits_somewhere(asked)
         found: list[bool] = fits.tolist()
         if self._last_counts.count(1) == len(self._last_counts):
             return found

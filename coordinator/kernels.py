@@ -391,16 +391,19 @@ def catch_up(
 @_compiled
 def fit_somewhere(
     rows, sums, shapes, numbers, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd, fits,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd, fits, is_left,
 ):  # fmt: skip
-    """`catch_up` for many shapes, and which of them fit."""
+    """`catch_up` for many shapes, and which of them fit; where nodes are left to the caller it must be done again."""
     for i in range(len(numbers)):
         s = numbers[i]
-        if positions[s] != last:
-            catch_up(
+        first = positions[s]
+        if first != last:
+            left = catch_up(
                 rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
                 keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp + 1 + i, odd,
             )  # fmt: skip
+            if left:
+                is_left[i], positions[s] = True, first
         fits[i] = not is_refused(counts, s, len(rows))
 
 

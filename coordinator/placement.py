@@ -160,8 +160,8 @@ class Draft:
 
     def fitting(self, shapes: Sequence[Shape]) -> list[bool]:
         """For each shape whether all kinds of its tasks fit somewhere; a gang may still not fit as a whole."""
-        if self._index is not None and not self._index.has_odd_nodes:
-            return self._index.fitting_shapes(shapes)
+        if self._index is not None:
+            return self._index.fitting_shapes(shapes, self.answer)
         return [
             all(self.search(task, shape.constraints).fits_somewhere for task in shape.tasks if task.count)
             for shape in shapes

@@ -114,7 +114,7 @@ def _plan_for_a_made_up_cluster() -> None:
     for job in cluster.waiting_jobs.values():
         for headroom in (NO_LIMIT, Headroom(1, 1)):
             place(draft, shape_of(job.spec), headroom)
-    memo.fitting_shapes([shape_of(job.spec) for job in cluster.waiting_jobs.values()])
+    draft.fitting([shape_of(job.spec) for job in cluster.waiting_jobs.values()])
     _reserve(draft, list(cluster.waiting_jobs.values()))
     draft.hold(("a",))
 
