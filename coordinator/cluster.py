@@ -171,7 +171,7 @@ class Cluster:
         self._revisions[id] = event.revision
         self._machines.job_readable(id)
         if known is not None:
-            before = self._jobs.now.get(id)
+            before = None if id in self._waiting.now else self._jobs.now.get(id)
             if before is not None and job.allocation == before.allocation:
                 self._keep(job)
                 return

@@ -17,7 +17,6 @@ from coordinator import model
 from coordinator.model import Job, NodeAdmin, Task, TaskPlacement, TaskState
 from coordinator.node_clocks import NodeClocks
 from coordinator.nodes import (
-    ORDER_OF_USES,
     NodeBuild,
     NodeStatus,
     NodeView,
@@ -55,13 +54,13 @@ class _Machine:
     uses: list[Use] = field(factory=list)
     has_reported: bool = False
 
-    def hold(self, job: Job, placement: TaskPlacement) -> None:
-        self.jobs[job.id] = job
-        insort(self.uses, use_of(job, placement), key=ORDER_OF_USES)
+    def hold(self, use: Use) -> None:
+        self.jobs[use.id] = use.job
+        insort(self.uses, use)
 
     def free(self, job: str) -> None:
         if self.jobs.pop(job, None) is not None:
-            self.uses = [use for use in self.uses if use.job.id != job]
+            self.uses = [use for use in self.uses if use.id != job]
 
     @property
     def is_missed(self) -> bool:
@@ -168,8 +167,8 @@ class Machines:
         tasks = job.allocation.tasks if job.allocation else ()
         for placement in tasks:
             self._touched(placement).free(job.id)
-        for placement in tasks:
-            self._machines[placement.node].hold(job, placement)
+        for number, placement in enumerate(tasks):
+            self._machines[placement.node].hold(use_of(job, number, placement))
 
     def free(self, job: Job) -> None:
         for placement in job.allocation.tasks if job.allocation else ():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple
 
 from attrs import evolve, field, frozen
@@ -56,25 +55,26 @@ class Holding(Struct, frozen=True, gc=False):
         return f"{self.job}.{self.attempt}.{self.task}"
 
 
-class Use(Struct, frozen=True, gc=False):
-    """One task of a live job on a node."""
+class Use(Struct, frozen=True, order=True, gc=False):
+    """One task of a live job on a node, the `number`th of its allocation. Uses are in the order of their first fields,
+    which stand here too, since to look them up in the job costs a node of many jobs more than everything else."""
 
+    id: str
+    task: int
+    number: int
     job: Job
     placement: TaskPlacement
     holdings: tuple[Holding, ...]
 
     @property
     def attempt_key(self) -> str:
-        return f"{self.job.id}.{self.job.attempt}.{self.placement.task}"
+        return f"{self.id}.{self.job.attempt}.{self.task}"
 
 
-# What the uses of a node are sorted by.
-ORDER_OF_USES = attrgetter("job.id", "job.attempt", "placement.task")
-
-
-def use_of(job: Job, placement: TaskPlacement) -> Use:
-    held = [Holding(job.id, job.tenant, job.attempt, placement.task, p) for p in placement.slices]
-    return Use(job, placement, tuple(held))
+def use_of(job: Job, number: int, placement: TaskPlacement) -> Use:
+    task = placement.task
+    held = [Holding(job.id, job.tenant, job.attempt, task, piece) for piece in placement.slices]
+    return Use(job.id, task, number, job, placement, tuple(held))
 
 
 class GpuView(Struct, frozen=True, gc=False):

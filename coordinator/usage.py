@@ -26,6 +26,7 @@ BUCKET_MS = 5 * 60 * 1000
 BUCKETS = 12
 HOUR_MS = BUCKET_MS * BUCKETS
 MINUTE_MS = 60 * 1000
+_MOST_NEW = 10_000
 
 
 class Use(Struct, frozen=True, gc=False):
@@ -114,22 +115,38 @@ class UsageLedger:
         # the bases.
         self._minutes: dict[int, dict[str, list[int]]] = {}
         self._ends: list[int] = []  # a heap of those minutes
+        # What came since it was last asked: the placements of a cycle are of one moment, and many of one tenant.
+        self._new: dict[tuple[str, int], list[int]] = {}
 
     def __len__(self) -> int:
+        self._take_in()
         return sum(len(tenants) for tenants in self._minutes.values())
 
     def change(self, tenant: str, at_ms: int, rate: Use) -> None:
         """From `at_ms` on the tenant holds `rate` more (negative: less)."""
-        account = self._account(tenant)
-        account.book(at_ms)
-        if at_ms < account.booked_ms:
-            account.fill(at_ms, account.booked_ms, rate.compute, rate.memory)
-        account.compute += rate.compute
-        account.memory += rate.memory
-        self._enter(account, tenant, at_ms, rate, NO_USE)
+        sums = self._new.get((tenant, at_ms))
+        if sums is None:
+            if len(self._new) >= _MOST_NEW:
+                self._take_in()  # nobody asks a replica that does not lead
+            self._new[tenant, at_ms] = [rate.compute, rate.memory]
+        else:
+            sums[0] += rate.compute
+            sums[1] += rate.memory
+
+    def _take_in(self) -> None:
+        for (tenant, at_ms), (compute, memory) in self._new.items():
+            account = self._account(tenant)
+            account.book(at_ms)
+            if at_ms < account.booked_ms:
+                account.fill(at_ms, account.booked_ms, compute, memory)
+            account.compute += compute
+            account.memory += memory
+            self._enter(account, tenant, at_ms, Use(compute, memory), NO_USE)
+        self._new.clear()
 
     def past(self, hour: UsageHour) -> None:
         """What an earlier leader wrote. The caller adds nothing that it already covers."""
+        self._take_in()
         account = self._account(hour.tenant)
         account.booked_ms = max(account.booked_ms, hour.until_ms)
         empty = (0,) * BUCKETS
@@ -150,6 +167,7 @@ class UsageLedger:
     def window(self, now_ms: int) -> dict[str, Use]:
         """Each tenant's integral over [now - window, now]; tenants that held nothing in it are left out."""
         start_ms = now_ms - self._window_ms
+        self._take_in()
         self._advance(start_ms)
         use = {}
         longest = self._window_ms // HOUR_MS + 3
@@ -174,6 +192,7 @@ class UsageLedger:
 
     def hours(self, now_ms: int) -> tuple[UsageHour, ...]:
         """The records that have changed since the last call; those that no window needs any more are forgotten."""
+        self._take_in()
         changed = []
         for tenant in sorted(self._accounts):
             account = self._accounts[tenant]
@@ -186,6 +205,7 @@ class UsageLedger:
 
     def hour(self, tenant: str, hour_ms: int, now_ms: int) -> UsageHour:
         """The record of one hour as it stands, also of one in which nothing was held."""
+        self._take_in()
         account = self._accounts.get(tenant) or _Account(booked_ms=now_ms)
         account.hours.setdefault(hour_ms, _Hour())
         return _record(tenant, hour_ms, account)

@@ -14,7 +14,6 @@ from attrs import evolve, field, frozen
 from coordinator.model import NodeAdmin
 from coordinator.nodes import (
     DRIVER_CONTEXT_MIB,
-    ORDER_OF_USES,
     GpuView,
     Holding,
     NodeBuild,
@@ -78,7 +77,7 @@ def status_of(facts: NodeFacts, now_ms: int, lost_ms: int) -> tuple[NodeStatus, 
 
 def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) -> NodeView:
     """Order of `uses` does not matter: equal input gives an equal view."""
-    ordered = tuple(sorted(uses, key=ORDER_OF_USES))
+    ordered = tuple(sorted(uses))
     status, reason = status_of(facts, now_ms, lost_ms)
     inventory = facts.inventory
     labels = dict(inventory.labels) if inventory else {}
