@@ -23,7 +23,6 @@ from coordinator.nodes import (
     Use,
     ViewLog,
     build_of,
-    use_of,
 )
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
@@ -168,7 +167,7 @@ class Machines:
         for placement in tasks:
             self._touched(placement).free(job.id)
         for number, placement in enumerate(tasks):
-            self._machines[placement.node].hold(use_of(job, number, placement))
+            self._machines[placement.node].hold(Use(job.id, placement.task, number, job, placement))
 
     def free(self, job: Job) -> None:
         for placement in job.allocation.tasks if job.allocation else ():

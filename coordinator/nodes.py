@@ -64,17 +64,10 @@ class Use(Struct, frozen=True, order=True, gc=False):
     number: int
     job: Job
     placement: TaskPlacement
-    holdings: tuple[Holding, ...]
 
     @property
     def attempt_key(self) -> str:
         return f"{self.id}.{self.job.attempt}.{self.task}"
-
-
-def use_of(job: Job, number: int, placement: TaskPlacement) -> Use:
-    task = placement.task
-    held = [Holding(job.id, job.tenant, job.attempt, task, piece) for piece in placement.slices]
-    return Use(job.id, task, number, job, placement, tuple(held))
 
 
 class GpuView(Struct, frozen=True, gc=False):

@@ -172,9 +172,10 @@ def _gpu_views(facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]) -> li
     """Of these GPUs of the node."""
     on: dict[str, list[Holding]] = {gpu.uuid: [] for gpu in gpus}
     for use in uses:
-        for holding in use.holdings:
-            if holding.piece.gpu in on:
-                on[holding.piece.gpu].append(holding)
+        for piece in use.placement.slices:
+            if piece.gpu in on:
+                job = use.job
+                on[piece.gpu].append(Holding(job.id, job.tenant, job.attempt, use.task, piece))
     reports = {report.uuid: report for report in facts.report.gpus} if facts.report else {}
     held = _held_elsewhere(facts, on)
     return [_gpu_view(gpu, tuple(on[gpu.uuid]), reports, held, facts.claimed_twice) for gpu in gpus]
