@@ -33,7 +33,7 @@ from coordinator.queues import TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from coordinator.usage import NO_LIMIT
-from vgpu.reasons import Reason, ReasonCode, only
+from vgpu.reasons import Reason, ReasonCode, few, only
 
 if TYPE_CHECKING:
     from coordinator.index import Index
@@ -309,10 +309,10 @@ def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:
         nodes = tuple(sorted({spot.node for spot in spots}))
         gpus = sum(len(spot.found.gpus) for spot in spots)
         cost = gangs.communication_cost(draft, spots)
-    numbers = {
-        "gpus": gpus,
-        "nodes": len(nodes),
-        "communication_cost": cost,
-        "idle_gpus_before": idle_gpus,
-    }
+    numbers = few(
+        ("gpus", gpus),
+        ("nodes", len(nodes)),
+        ("communication_cost", cost),
+        ("idle_gpus_before", idle_gpus),
+    )
     return Reason(ReasonCode.PLACED, numbers, nodes)

@@ -64,6 +64,7 @@ from coordinator.model import (
 from coordinator.store import Change, KeyValue
 from jobspecs.container import Grant
 from vgpu.inventory import NodeInventory, NodeReport
+from vgpu.reasons import few
 
 log = logging.getLogger("serai.records")
 
@@ -336,12 +337,14 @@ def _seen(folder: str, parts: list[str], change: Change) -> Event | None:
 def _told_once(job: Job) -> Job:
     """The record of a live job says thrice why it is where it is. In memory that is one reason, as it was when the job
     was placed: a fifth of what a live job takes."""
-    placed = job.allocation.placed if job.allocation is not None else None
-    if placed is None:
+    if job.allocation is None or job.allocation.placed is None:
         return job
+    placed = job.allocation.placed
+    placed = replace(placed, numbers=few(*placed.numbers.items()))
+    allocation = replace(job.allocation, placed=placed)
     history = [replace(one, reason=placed) if one.reason == placed else one for one in job.history]
     reason = placed if job.reason == placed else job.reason
-    return replace(job, reason=reason, history=tuple(history))
+    return replace(job, allocation=allocation, reason=reason, history=tuple(history))
 
 
 def _check_place(change: Change, key: str) -> None:

@@ -95,3 +95,9 @@ class Reason(Struct, frozen=True, gc=False):
 def only(name: str) -> tuple[str, ...]:
     """The subjects of a reason about one thing: the same tuple each time, since every job has a few of them."""
     return (name,)
+
+
+@lru_cache(maxsize=1 << 14)
+def few(*numbers: tuple[str, int]) -> Mapping[str, int]:
+    """Numbers of which most reasons have one of a few sets: the same mapping each time, for nobody to change."""
+    return dict(numbers)

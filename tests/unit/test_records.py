@@ -23,3 +23,7 @@ def test_a_job_that_is_read_holds_the_reason_of_its_place_once():
     assert seen.job.reason is seen.job.allocation.placed is seen.job.history[1].reason
     assert seen.job.history[0].reason == Reason(ReasonCode.SUBMITTED)
     assert records.encode(seen.job) == item.value
+    again = records.event(Change(item))
+    assert isinstance(again, JobSeen)
+    assert again.job.reason is not None
+    assert again.job.reason.numbers is seen.job.reason.numbers, "jobs that are placed alike share the numbers"
