@@ -197,11 +197,11 @@ def _spec(
 def filled(world: World, mode: str, jobs: list[Job]) -> dict[str, float]:
     """Cycles until the cluster is full or nothing fits; seconds of snapshot and cycle, and those with events."""
     batch = {"arrivals": BATCH, "backlog": len(jobs), "single": 1}[mode]
-    waiting = iter(jobs)
     placed, planned, applied, planned_cpu = 0, 0.0, 0.0, 0.0
     limit = SINGLES if mode == "single" else len(jobs)
+    jobs.reverse()  # and handed over, as a watch does: what the cluster drops is nobody's
     while placed < limit:
-        arrived = [world.submitted(job) for _, job in zip(range(batch), waiting, strict=False)]
+        arrived = [world.submitted(jobs.pop()) for _ in range(min(batch, len(jobs)))]
         start = time.perf_counter()
         world.see(*arrived)
         middle, middle_cpu = time.perf_counter(), time.process_time()
