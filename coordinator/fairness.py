@@ -64,6 +64,7 @@ class TenantUse(Struct, gc=False):
     is_last: bool
     entitled: int = 0
     held_compute_milli: int = 0
+    time: int | None = None  # the term of `debt_first`, once found: it stays while the other one changes
 
 
 Rank = Callable[["Policy", TenantUse, Totals], int]
@@ -151,28 +152,36 @@ def space_time(policy: Policy, use: TenantUse, totals: Totals) -> int:
 Term = tuple[int, int]
 
 
-def space_time_terms(use: TenantUse, totals: Totals) -> tuple[Term, Term]:
-    space = use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib
-    return space, (use.integral, totals.integral)
+def space_of_cluster(use: TenantUse, totals: Totals) -> Term:
+    return use.quota_memory_mib - use.held_memory_mib, totals.cluster_memory_mib
 
 
-def debt_first_terms(use: TenantUse, totals: Totals) -> tuple[Term, Term]:
-    """(space, time); who has no quota counts against the cluster, and is owed nothing of it."""
+def time_of_all(use: TenantUse, totals: Totals) -> Term:
+    return use.integral, totals.integral
+
+
+def space_of_quota(use: TenantUse, totals: Totals) -> Term:
+    """Who has no quota counts against the cluster, and is owed nothing of it."""
+    quota_mib = use.quota_memory_mib
+    if quota_mib > 0:
+        return quota_mib - use.held_memory_mib, quota_mib
+    return -use.held_memory_mib, totals.cluster_memory_mib
+
+
+def time_of_debt(use: TenantUse, totals: Totals) -> Term:
     quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
     base_mib = quota_mib if quota_mib > 0 else memory_mib
     whole = totals.window_ms * base_mib * totals.cluster_compute_milli * use.weight
-    space = max(0, quota_mib) - use.held_memory_mib, base_mib
-    return space, ((use.integral - use.entitled) * memory_mib, whole)
+    return (use.integral - use.entitled) * memory_mib, whole
 
 
 def debt_first(policy: Policy, use: TenantUse, totals: Totals) -> int:
-    """`debt_first_terms` in trillionths, each rounded down: no fractions, since this is asked most."""
-    quota_mib, memory_mib = use.quota_memory_mib, totals.cluster_memory_mib
-    base_mib = quota_mib if quota_mib > 0 else memory_mib
-    space = TRILLION * (max(0, quota_mib) - use.held_memory_mib) // base_mib
-    debt = TRILLION * (use.integral - use.entitled) * memory_mib
-    time = debt // (totals.window_ms * base_mib * totals.cluster_compute_milli * use.weight)
-    return policy.space_weight * space - policy.time_weight * time
+    """Its two terms in trillionths, each rounded down: no fractions, since this is asked most."""
+    if use.time is None:
+        debt, whole = time_of_debt(use, totals)
+        use.time = TRILLION * debt // whole
+    left, base = space_of_quota(use, totals)
+    return policy.space_weight * (TRILLION * left // base) - policy.time_weight * use.time
 
 
 POLICIES: Mapping[str, Rank] = {"space-time": space_time, "serai": debt_first}
@@ -202,9 +211,9 @@ class Entitlement:
     def __init__(self, snapshot: Snapshot, policy: Policy, wanted: Mapping[str, Use]) -> None:
         """`wanted`: what the waiting jobs of each tenant would hold."""
         self._policy = policy
-        held = snapshot.held
-        names = sorted({*held, *wanted})
-        records = [snapshot.tenant(name) for name in names]
+        held, known = dict(snapshot.held.items()), dict(snapshot.tenants.items())
+        names = sorted(held.keys() | wanted.keys())
+        records = [known.get(name) or snapshot.tenant(name) for name in names]
         demands = [held.get(name, NO_USE).memory + wanted.get(name, NO_USE).memory for name in names]
         for place, record in enumerate(records):
             if record.limit_memory_mib is not None:
@@ -224,8 +233,9 @@ class Standings:
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self._policy = policy
-        names = set(snapshot.tenants) | set(snapshot.lines) | set(snapshot.held) | set(snapshot.usage)
-        self._tenants = {name: snapshot.tenant(name) for name in sorted(names)}
+        known, held = dict(snapshot.tenants.items()), dict(snapshot.held.items())
+        names = known.keys() | held.keys() | snapshot.lines.keys() | snapshot.usage.keys()
+        self._tenants = {name: known.get(name) or snapshot.tenant(name) for name in sorted(names)}
         weights = {name: max(0, tenant.weight) for name, tenant in self._tenants.items()}
         all_last = not any(weights.values())
         memory_mib = snapshot.cluster_memory_mib
@@ -238,18 +248,19 @@ class Standings:
             1000 * snapshot.settings.fairness.window_seconds,
         )
         self._unit = policy.unit(self._totals)
-        self._terms = debt_first_terms if policy.owed_first else space_time_terms
+        self._space = space_of_quota if policy.owed_first else space_of_cluster
+        self._time = time_of_debt if policy.owed_first else time_of_all
         self._use: dict[str, TenantUse] = {}
         for name, tenant in self._tenants.items():
-            held = snapshot.held.get(name, NO_USE)
+            holds = held.get(name, NO_USE)
             self._use[name] = TenantUse(
                 tenant.quota_memory_mib,
-                held.memory,
+                holds.memory,
                 snapshot.usage.get(name, NO_USE).compute,
                 weights[name] or 1,
                 not all_last and not weights[name],
                 snapshot.entitled.get(name, 0),
-                held.compute,
+                holds.compute,
             )
         self._unlimited = {
             name
@@ -290,7 +301,10 @@ class Standings:
     def share(self, tenant: str) -> Share:
         is_known = self._has_gpus
         record, held = self._tenants[tenant], self.held(tenant)
-        space, time = self._terms(self._use[tenant], self._totals)
+        space, time = (
+            self._space(self._use[tenant], self._totals),
+            self._time(self._use[tenant], self._totals),
+        )
         return Share(
             tenant=record,
             held=held,
@@ -303,13 +317,13 @@ class Standings:
 
     def chosen(self, tenant: str) -> Reason:
         """Why a job of this tenant is next, in millionths."""
-        space, time = self._terms(self._use[tenant], self._totals)
         time_millionths = self._time_millionths.get(tenant)
         if time_millionths is None:
+            time = self._time(self._use[tenant], self._totals)
             time_millionths = self._time_millionths[tenant] = nearest_millionths(*time)
         space_millionths = priority_millionths = 0
         if self._has_gpus:
-            space_millionths = nearest_millionths(*space)
+            space_millionths = nearest_millionths(*self._space(self._use[tenant], self._totals))
             priority_millionths = nearest_millionths(-self.turn(tenant)[1], self._unit)
         numbers = {
             "space_millionths": space_millionths,
