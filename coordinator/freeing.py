@@ -140,12 +140,16 @@ class Holdings:
         uses, taken = view.uses, self.taken.get(node, ())
         if not taken and (known := _OUTLOOKS.get(view)):
             return known
-        ends = [_until(use.job) for use in uses] + [_until(job) for job, _ in taken]
-        fixed = min([when_ms for when_ms, is_relative in ends if not is_relative], default=NEVER_MS)
-        moving = min([when_ms for when_ms, is_relative in ends if is_relative], default=NEVER_MS)
-        busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
+        fixed = moving = NEVER_MS
+        for job in (*[use.job for use in uses], *[job for job, _ in taken]):
+            when_ms, is_relative = _until(job)
+            if is_relative:
+                moving = min(moving, when_ms)
+            else:
+                fixed = min(fixed, when_ms)
         if taken:
             return fixed, moving, 0
+        busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
         _OUTLOOKS[view] = fixed, moving, busy_milli
         return fixed, moving, busy_milli
 
