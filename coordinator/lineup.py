@@ -299,17 +299,15 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
             continue  # it came and went in between
         old, new = before.get(key), lines.get(key)
         more = 0
-        if old is None:
-            everything |= line.bit
-        else:
+        if (old is None) is not (new is None):
+            everything ^= line.bit
+        if old is not None:
             more -= old.stop - old.start
             if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
                 is_bound = True
             if old.limited:
                 del quickest[bisect_left(quickest, (old.quickest_ms, line.place))]
-        if new is None:
-            everything &= ~line.bit
-        else:
+        if new is not None:
             more += new.stop - new.start
             if new.first.submitted_at_ms < oldest_ms:
                 oldest_ms = new.first.submitted_at_ms
