@@ -19,9 +19,10 @@ import functools
 import heapq
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from attrs import frozen
+from msgspec import Struct
 
 from coordinator import gangs
 from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
@@ -45,7 +46,7 @@ _MANY_REFUSALS = 8
 __all__ = ["Placement", "Plan", "Policy", "plan_cycle", "why_never"]
 
 
-class Placement(NamedTuple):
+class Placement(Struct, frozen=True, gc=False):
     """A waiting job, as its record stood, and what it is to hold."""
 
     job: Job

@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
+from msgspec import Struct
 
 from coordinator.fit import Fit, Score, after, fit, matches_model, remoteness
 from coordinator.model import TaskPlacement
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from coordinator.index import Index
 
 
-class Spot(NamedTuple):
+class Spot(Struct, frozen=True, gc=False):
     """One task of a job on a node."""
 
     number: int
@@ -199,15 +200,15 @@ class Draft:
         return tuple([self._placement(spot) for spot in spots])
 
     def _placement(self, spot: Spot) -> TaskPlacement:
-        number, node, task, found = spot
+        task, found = spot.task, spot.found
         slices: list[Slice] = []
         if found.gpus:
-            inventory = self.views[node].inventory
+            inventory = self.views[spot.node].inventory
             assert inventory is not None
             cards, request = inventory.gpus, task.gpus
             for gpu, name in zip(found.gpus, found.isolations, strict=True):
                 slices.append(cut(request, cards[gpu], name))
-        return TaskPlacement(number, node, tuple(slices), task.cpu_milli, task.memory_mib)
+        return TaskPlacement(spot.number, spot.node, tuple(slices), task.cpu_milli, task.memory_mib)
 
     @staticmethod
     def charge(spots: Sequence[Spot]) -> Use:

@@ -291,7 +291,7 @@ async def test_an_allocation_that_is_not_whole_is_not_committed(
         return evolve(
             plan,
             placements=tuple(
-                p._replace(allocation=maimed) if p.job.id == "j1" else p for p in plan.placements
+                replace(p, allocation=maimed) if p.job.id == "j1" else p for p in plan.placements
             ),
         )
 
