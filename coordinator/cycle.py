@@ -160,14 +160,14 @@ class _Cycle:
             line, job = head
             is_owed = not room.stops_borrowing or self._is_owed(line, job)
             draft = room.open_to(job, is_owed)
-            if self._serve(line, job, draft):
+            if draft is not None and self._serve(line, job, draft):
                 heapq.heapreplace(turns, self.standings.turn(tenant))
             elif draft is room.draft or room.is_refused(line.shape):
                 self._refuse(line, job)
             else:
                 self._pass_over(line, job, draft)
 
-    def _serve(self, line: Line, job: Job, draft: Draft | None) -> bool:
+    def _serve(self, line: Line, job: Job, draft: Draft) -> bool:
         """Places the job whole or not at all, and charges its tenant at once."""
         tenant, standings = job.tenant, self.standings
         headroom = standings.headroom(tenant)

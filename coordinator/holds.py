@@ -106,19 +106,17 @@ class Room:
             return self._elsewhere
         return self._rest if reservation.is_overdue else self.draft
 
-    def spots(self, shape: Shape, headroom: Headroom, draft: Draft | None) -> tuple[Spot, ...] | None:
+    def spots(self, shape: Shape, headroom: Headroom, draft: Draft) -> tuple[Spot, ...] | None:
         """Where a job of this shape goes, within what its tenant may still hold. A shape for which there is no room
         whoever asks is refused for the rest of the cycle."""
-        if draft is None or self.is_refused(shape, draft):
+        if self.is_refused(shape, draft):
             return None
         spots = place(draft, shape, headroom)
         if spots is None and (headroom.is_unlimited or place(draft, shape, NO_LIMIT) is None):
             draft.refused.add(shape)
         return spots
 
-    def spots_of(
-        self, job: Job, shape: Shape, headroom: Headroom, draft: Draft | None
-    ) -> tuple[Spot, ...] | None:
+    def spots_of(self, job: Job, shape: Shape, headroom: Headroom, draft: Draft) -> tuple[Spot, ...] | None:
         """As `spots`, and first without the nodes that would not start the job before (TP-6)."""
         if job.refused_by:
             spots = self.spots(elsewhere(job, shape), headroom, draft)
@@ -153,12 +151,10 @@ class Room:
         return shape in self.draft.refused or (draft is not None and shape in draft.refused)
 
     def start(
-        self, job: Job, line: Line, headroom: Headroom, draft: Draft | None
+        self, job: Job, line: Line, headroom: Headroom, draft: Draft
     ) -> tuple[tuple[Spot, ...], int] | None:
         """Puts a job of this line where there is room for all of it, from now on; and how many whole GPUs its nodes had.
         None where there is no room."""
-        if draft is None:
-            return None
         shape = line.shape
         if (
             shape.only_task is not None
