@@ -315,12 +315,13 @@ class SubmitPump:
         queue, idempotency = records.queue_key(job.tenant, job.id), max(one.key for one in batch)
         keys = (queue, records.job_key(job.id), records.done_key(job.id), idempotency)
         failure: StoreError | None = None
+        if self._fence == fence:
+            # Before it is put: should that answer be lost too, nothing more must go by a fence that may be there.
+            self._fence = self._new_fence()
         for _ in range(_ROUNDS):
             try:
                 lease = await self._store.grant_lease(_FENCE_SECONDS)
                 await self._store.txn([], [Put(fence, b"{}", lease)])
-                if self._fence == fence:
-                    self._fence = self._new_fence()
                 result = await self._store.txn([absent(key) for key in keys if key], [])
                 return _written_at(result, keys)
             except StoreError as error:

@@ -391,3 +391,16 @@ class TestBounds:
         assert len(await stored(store)) == 50
         with pytest.raises(QueueFull):
             await pump.submit(Submission([job("late")]))
+
+
+async def test_a_fence_whose_own_answer_was_lost_stops_no_later_submit(
+    store: FlakyStore, make_pump: MakePump
+) -> None:
+    """Simulation seed 401882: the fence stood, the API did not know it, and refused every submit for an hour."""
+    pump = make_pump()
+    store.lost_replies = 1_000_000
+    with pytest.raises(StoreUncertain):
+        await pump.submit(Submission([job("j1")]))
+    store.lost_replies = 0
+    await pump.submit(Submission([job("j2")]))
+    assert await stored(store) == ["a/j1", "a/j2"]
