@@ -66,15 +66,6 @@ class Lent(Mapping[K, V]):
         self.before: dict[K, V] = {}
         self.newer: Lent[K, V] | None = None
 
-    def changed_since(self, earlier: Lent[K, V]) -> list[K] | None:
-        """The keys whose entries have come, changed or gone since; None where that is not known."""
-        if earlier._now is not self._now:
-            return None
-        earlier._take_over(self)
-        if earlier is self:
-            return []
-        return [*earlier.before] if earlier.newer is self else None
-
     def get(self, key: object, default: Any = None) -> Any:
         found = self._found(key)
         return default if found is _NONE else found
@@ -103,26 +94,32 @@ class Lent(Mapping[K, V]):
     def __repr__(self) -> str:
         return repr(self._then())
 
+    # What comes after a mapping is read before its notes: should another thread take those over at the same time, they
+    # stand in both, and the first note of an entry is the right one.
+
     def _found(self, key: Any) -> Any:
         found = self._now.get(key, _NONE)
         if self.newer is not None:
-            self._take_over(None)
+            self._take_over()
         lent: Lent[K, V] | None = self
         while lent is not None:
+            after = lent.newer
             before = lent.before.get(key, self)  # itself: no note
             if before is not self:
                 return before
-            lent = lent.newer
+            lent = after
         return found
 
     def _then(self) -> dict[K, V]:
         """As a dict of its own."""
-        then = self._now.copy()
+        then, notes = self._now.copy(), dict[K, V]()
+        if self.newer is not None:
+            self._take_over()
         lent: Lent[K, V] | None = self
-        notes: dict[K, V] = {}
         while lent is not None:
+            after = lent.newer
             notes = {**lent.before, **notes}
-            lent = lent.newer
+            lent = after
         for key, value in notes.items():
             if value is _NONE:
                 then.pop(key, None)
@@ -130,12 +127,12 @@ class Lent(Mapping[K, V]):
                 then[key] = value
         return then
 
-    def _take_over(self, last: Lent[K, V] | None) -> None:
-        """The notes of those that were lent later, up to `last`, less the newest: more may be noted there."""
-        while (newer := self.newer) is not None and newer is not last and newer.newer is not None:
+    def _take_over(self) -> None:
+        """The notes of those that were lent later, less the newest: more may be noted there."""
+        while (newer := self.newer) is not None and (after := newer.newer) is not None:
             for key, value in newer.before.copy().items():
                 self.before.setdefault(key, value)
-            self.newer = newer.newer
+            self.newer = after
 
 
 class _Values(ValuesView[V]):

@@ -74,8 +74,7 @@ def test_what_is_noted_is_what_changed_while_somebody_has_it() -> None:
     shared["new"] = 1
     third = shared.lend()
     assert set(first.before) == {"17", "18"}
-    assert third.changed_since(second) == ["17", "new"]
-    assert sorted(third.changed_since(first) or ()) == ["17", "18", "new"]
+    assert set(second.before) == {"17", "new"}
     assert (first["17"], second["17"], third["17"]) == (17, -1, -2)
     assert ("18" in first, "18" in second, "new" in second) == (True, False, False)
     fourth = ref(shared.lend())
@@ -108,15 +107,17 @@ def test_another_thread_reads_what_was_lent_while_the_state_changes() -> None:
             if len(dict(lent.items())) != 500 or any(lent.values()) or lent.get(7) != 0 or 501 in lent:
                 wrong.append(dict(lent.items()))
 
-    reader = Thread(target=read)
-    reader.start()
+    readers = [Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
     for n in range(30_000):
         shared[n % 700] = n
         shared.pop((n * 7) % 700)
         if n % 10 == 0:
             shared.lend()
     is_over.set()
-    reader.join()
+    for reader in readers:
+        reader.join()
     assert not wrong
     assert dict(lent) == dict.fromkeys(range(500), 0)
 
