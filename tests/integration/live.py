@@ -30,7 +30,7 @@ from coordinator.records import (
     decode,
     encode,
     event,
-    inventory_key,
+    report_key,
     token_key,
 )
 from coordinator.store import Change, Put
@@ -123,7 +123,8 @@ class LiveCluster:
         return part.last_lines(400)
 
     async def _is_known(self, node: str) -> bool:
-        return await self.store.get(inventory_key(node)) is not None
+        """Its report comes last: before it nothing starts there, and who cuts the node off may be quicker."""
+        return await self.store.get(report_key(node)) is not None
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """To the part and whatever it started."""
