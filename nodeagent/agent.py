@@ -188,6 +188,7 @@ class Agent:
             unreadable=frozenset(self._assignments.unreadable),
             observed=observed,
             records=dict(self._assignments.records),
+            in_doubt=frozenset(self._assignments.in_doubt),
             busy=busy | self._operations.busy,
             starting=starting | self._operations.starting,
             stops=dict(self._operations.stops),

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from coordinator.model import Task
+from coordinator.model import Task, TaskState
 from coordinator.records import (
     LEADER,
     Unreadable,
@@ -61,6 +61,8 @@ class Assignments:
         self._mods: dict[TaskKey, int] = {}
         self._must_reread = False
         self._revision = 0
+        # Tasks of which it may yet be told that they have ended, by a write whose answer was lost.
+        self.in_doubt: set[TaskKey] = set()
         self.is_known = False
         self.grants: dict[Attempt, SeenGrant] = {}
         self.unreadable: dict[Attempt, str] = {}
@@ -125,6 +127,7 @@ class Assignments:
         else:
             # Nobody took them back: this is another store, or an older state of it. Orphans have their grace.
             log.warning("the store went back from revision %d to %d", self._revision, listing.revision)
+        self.in_doubt = {key for key in self.in_doubt if (key.job, key.attempt) in self.grants}
         self._revision = listing.revision
         self.is_known = True
         self._changed()
@@ -142,6 +145,7 @@ class Assignments:
         for key in [key for key in self.records if (key.job, key.attempt) == attempt]:
             del self.records[key]
             self._mods.pop(key, None)
+        self.in_doubt = {key for key in self.in_doubt if (key.job, key.attempt) != attempt}
 
     def _see(self, item: KeyValue) -> None:
         attempt = self._attempt(item.key)
@@ -189,8 +193,12 @@ class Assignments:
             result = await self._store.txn(compares, puts)
         except StoreUncertain:
             self._must_reread = True
+            self.in_doubt |= {_key(write) for write in writes if write.task.state is TaskState.EXITED}
             raise
         if result.succeeded:
+            if not self.in_doubt.isdisjoint(map(_key, writes)):
+                self.in_doubt.difference_update(map(_key, writes))
+                self._changed()
             for write in writes:
                 self.records[_key(write)] = write.task
                 self._mods[_key(write)] = result.revision

@@ -162,8 +162,7 @@ def _missing(
     if failure is not None:
         yield from _write(view, seen, _never_started(view, key, failure))
     elif _may_start(view, container):
-        yield from _write(view, seen, _task(view, key, TaskState.STARTING))
-        yield Start(seen, container, key)
+        yield from _start(view, seen, container, key)
 
 
 def _created(view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey) -> Iterator[Action]:
@@ -175,7 +174,17 @@ def _created(view: View, seen: SeenGrant, container: ContainerSettings, key: Tas
     elif seen.grant.stopping or key in view.failures or _cannot_start(view, container) is not None:
         yield Remove(key)
     elif _may_start(view, container):
-        yield from _write(view, seen, _task(view, key, TaskState.STARTING))
+        yield from _start(view, seen, container, key)
+
+
+def _start(view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey) -> Iterator[Action]:
+    """What may yet be told to have ended, and so to be free, is not started before its record is written once more:
+    from then on that can no longer land."""
+    starting = _task(view, key, TaskState.STARTING)
+    if key in view.in_doubt:
+        yield WriteTask(starting, seen.create_revision)
+    else:
+        yield from _write(view, seen, starting)
         yield Start(seen, container, key)
 
 

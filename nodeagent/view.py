@@ -48,9 +48,11 @@ class Limits:
 class View:
     """Everything that a pass decides on.
 
-    `withdrawn`: attempts whose grant was seen to go; `unreadable`: those whose grant cannot be read, which are left alone. `records`: the task records that stand in the store. `busy`: tasks
-    with an operation under way, `starting` those among them that are being started. `stops`: when each stop was first
-    asked for. `failures`: launches that came to nothing. `steps_done`, `steps_busy`, `steps_failed`: by step id.
+    `withdrawn`: attempts whose grant was seen to go; `unreadable`: those whose grant cannot be read, which are left alone.
+    `records`: the task records that stand in the store; `in_doubt`: tasks whose record may yet say that they have ended,
+    since the answer to a write of that was lost. `busy`: tasks with an operation under way, `starting` those among them
+    that are being started. `stops`: when each stop was first asked for. `failures`: launches that came to nothing.
+    `steps_done`, `steps_busy`, `steps_failed`: by step id.
     `gpus`: GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read. `on_gpu`: processes
     still on a GPU, by the task they belong to. `orphans`: first sighting of each task without a grant. `condemned`: tasks
     that the node itself ends, and why (it used more than its slice). `notes`: what else was seen of a task, for the
@@ -65,6 +67,7 @@ class View:
     unreadable: frozenset[tuple[str, int]] = frozenset()
     observed: tuple[ObservedTask, ...] = ()
     records: Mapping[TaskKey, Task] = field(factory=dict)
+    in_doubt: frozenset[TaskKey] = frozenset()
     busy: frozenset[TaskKey] = frozenset()
     starting: frozenset[TaskKey] = frozenset()
     stops: Mapping[TaskKey, int] = field(factory=dict)

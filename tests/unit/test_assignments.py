@@ -12,6 +12,7 @@ from coordinator.records import decode, encode, grant_key, task_key
 from coordinator.store import MemoryStore, Put, StoreUncertain
 from jobspecs.container import Grant
 from nodeagent.assignments import Assignments
+from nodeagent.runner import TaskKey
 from nodeagent.view import WriteTask
 from tests.fakes import FlakyStore
 
@@ -38,5 +39,26 @@ async def test_an_end_that_was_decided_without_the_record_that_had_landed_is_not
     assert item is not None
     assert decode(Task, item.value) == PREPARED
     assert woken.is_set()  # another pass decides on what there is
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_an_end_whose_answer_was_lost_is_in_doubt_until_the_record_is_written_again() -> None:
+    """Seed 611688 of the simulation: it landed once the task had been started after all."""
+    store = FlakyStore(MemoryStore(lambda: 0.0))
+    result = await store.txn([], [Put(grant_key("n1", "j1", 1), encode(Grant("n1", "j1", 1, "a", (), 0)))])
+    woken = asyncio.Event()
+    assignments = Assignments(store, "n1", 128, woken.set)
+    following = asyncio.create_task(assignments.follow())
+    await woken.wait()
+    woken.clear()
+    store.late_requests = 1
+    with pytest.raises(StoreUncertain):
+        await assignments.write([WriteTask(NEVER_RAN, result.revision)], {})
+    assert assignments.in_doubt == {TaskKey("j1", 1, 0)}
+    await assignments.write([WriteTask(PREPARED, result.revision)], {})
+    assert not assignments.in_doubt
+    assert woken.is_set()  # what waited for it may be started
+    assert [late.succeeded for late in await store.deliver()] == [False]
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

@@ -391,6 +391,17 @@ def test_a_task_starts_after_its_steps() -> None:
     assert kinds(reconcile(with_steps(steps_done=DONE))) == ["WriteTask", "Start"]
 
 
+def test_what_may_yet_be_told_to_have_ended_is_not_started_before_its_record_is_written_again() -> None:
+    """Seed 611688: the steps failed, the answer to EXITED was lost, the steps came up; and it landed once the task ran."""
+    started = reconcile(with_steps(steps_done=DONE))
+    [starting, start] = started
+    assert isinstance(starting, WriteTask)
+    doubted = with_steps(steps_done=DONE, in_doubt=frozenset({start.key}))  # type: ignore[union-attr]
+    assert reconcile(doubted) == (starting,)
+    again = evolve(doubted, records={start.key: starting.task})  # type: ignore[union-attr]
+    assert reconcile(again) == (starting,), "also where nothing changes but the revision"
+
+
 def test_failed_steps_end_the_task_with_their_reason() -> None:
     task = written(reconcile(with_steps(steps_failed={step_id(STEP): "no daemon"})))
     assert (task.fault, task.detail, task.released) == ("isolation_steps_failed", "no daemon", True)
