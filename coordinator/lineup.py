@@ -239,9 +239,10 @@ class Lineups:
         return lineup
 
     def _follow(self, snapshot: Snapshot) -> Lineup | None:
-        """None where all must be made anew: other cards, or no place for a new line."""
+        """None where all must be made anew: other cards, no place for a new line, or too many that nobody waits in."""
         order, known = self._last.order, self._last.fronts
-        if order.cards.kinds != snapshot.kinds:
+        waited_in = sum(map(len, snapshot.lines.values()))
+        if order.cards.kinds != snapshot.kinds or len(order.lines) > _FEW_LINES + 8 * waited_in:
             return None
         changed: dict[str, Collection[LineKey]] = {}
         for tenant, lines in snapshot.lines.items():

@@ -94,3 +94,16 @@ def test_a_new_kind_of_card_is_a_new_order() -> None:
     lineup = lineups.of(w.snapshot())
     assert lineup.fronts["a"].wanted.memory == 36 * GIB
     holds(lineup)
+
+
+def test_lines_that_nobody_waits_in_any_more_are_forgotten() -> None:
+    """Each larger than all before, so that there is always a place behind."""
+    w = World(node("n1", [gpu("n1", 0, 40 * GIB)]))
+    lineups = Lineups()
+    for memory in range(1, 1_500):
+        one = job(f"j{memory}", memory, memory=memory, compute=100)
+        w.submit(one)
+        lineup = lineups.of(w.snapshot())
+        w.see(JobGone(one.id, "queue"))
+    assert len(lineup.order.lines) < 1_100
+    assert max(lineup.order.at) < 10_000
