@@ -18,9 +18,10 @@ QUOTA_BYTES = 4 << 20
 
 
 async def _fill(live: LiveCluster) -> None:
-    """Until etcd raises its alarm. Nothing is written over: a compaction at that moment would make room."""
+    """Until etcd raises its alarm. Nothing is written over: a compaction at that moment would make room. etcd sees how
+    large it is only when it commits, ten times a second, so a quick one takes more than its quota before that."""
     try:
-        for number in range(100):
+        for number in range(1_000):
             await live.store.txn([], [Put(f"/other/{number}", b"x" * 200_000)])
     except StoreFull:
         return
