@@ -300,11 +300,8 @@ class Standings:
 
     def share(self, tenant: str) -> Share:
         is_known = self._has_gpus
-        record, held = self._tenants[tenant], self.held(tenant)
-        space, time = (
-            self._space(self._use[tenant], self._totals),
-            self._time(self._use[tenant], self._totals),
-        )
+        record, held, use = self._tenants[tenant], self.held(tenant), self._use[tenant]
+        space, time = self._space(use, self._totals), self._time(use, self._totals)
         return Share(
             tenant=record,
             held=held,

@@ -23,7 +23,7 @@ from coordinator.worth import Worth
 from vgpu import isolation
 from vgpu.inventory import Gpu
 from vgpu.reasons import Reason, ReasonCode
-from vgpu.slices import Slice, SliceRequest
+from vgpu.slices import SliceRequest
 from vgpu.topology import Location, TopologyCosts, least_cost_set, node_cost
 
 Score = tuple[int, ...]
@@ -63,13 +63,9 @@ def matches_model(request: SliceRequest, gpu: Gpu) -> bool:
     return request.model.lower() in gpu.model.lower()
 
 
-def cut_slice(request: SliceRequest, gpu: Gpu, name: str) -> Slice:
-    return isolation.cut(request, gpu, name)
-
-
 def use_of(request: SliceRequest, kinds: Sequence[Gpu], gpus: Sequence[int], names: Sequence[str]) -> Use:
     """What slices on these GPUs hold together (QT-1)."""
-    cut = [cut_slice(request, kinds[gpu], name) for gpu, name in zip(gpus, names, strict=True)]
+    cut = [isolation.cut(request, kinds[gpu], name) for gpu, name in zip(gpus, names, strict=True)]
     return Use(sum(piece.compute_milli for piece in cut), sum(piece.memory_mib for piece in cut))
 
 
@@ -77,7 +73,7 @@ def after(task: TaskShape, row: Row, found: Fit) -> Row:
     """The row once the task is there."""
     pieces = list(row.pieces)
     for gpu, name in zip(found.gpus, found.isolations, strict=True):
-        taken, piece = cut_slice(task.gpus, row.build.gpus[gpu], name), pieces[gpu]
+        taken, piece = isolation.cut(task.gpus, row.build.gpus[gpu], name), pieces[gpu]
         pieces[gpu] = Piece(
             piece.memory_mib - taken.memory_mib,
             piece.compute_milli - taken.compute_milli,

@@ -607,14 +607,18 @@ async def test_jobs_of_others_are_neither_listed_nor_touched(world: World) -> No
     assert not world.fake.jobs["default", "web.shop-1.a1"]["Stop"]
 
 
-async def test_stop_after_a_register_without_an_answer_waits_for_the_time_of_grace(world: World) -> None:
-    """Nomad may still carry it out, so that it is not there says nothing yet."""
-    engine, job = world.engine(), world.job(LONG)
-    await world.launch(engine, world.job(LONG))
+async def _launch_without_an_answer(world: World, engine: NomadEngine, job: Job) -> None:
+    await world.launch(engine, world.job(LONG))  # it knows Nomad before
     await world.web.stop()
     with pytest.raises(EngineUnavailable):
         await world.launch(engine, job)
     await world.web.start()
+
+
+async def test_stop_after_a_register_without_an_answer_waits_for_the_time_of_grace(world: World) -> None:
+    """Nomad may still carry it out, so that it is not there says nothing yet."""
+    engine, job = world.engine(), world.job(LONG)
+    await _launch_without_an_answer(world, engine, job)
     world.observe(engine)
     await world.stop(engine, job)
     await world.until(lambda: world.looks(job) >= 3)
@@ -626,11 +630,7 @@ async def test_stop_after_a_register_without_an_answer_waits_for_the_time_of_gra
 async def test_stop_of_what_the_leader_before_may_have_sent_waits_for_the_time_of_grace(world: World) -> None:
     """Its register may still be on its way: released at once, it ran beside the next attempt (seeds 201524, 201538)."""
     before, job = world.engine(), world.job(LONG)
-    await world.launch(before, world.job(LONG))
-    await world.web.stop()
-    with pytest.raises(EngineUnavailable):
-        await world.launch(before, job)
-    await world.web.start()
+    await _launch_without_an_answer(world, before, job)
     next_leaders = world.engine()
     world.observe(next_leaders)
     await world.stop(next_leaders, job)

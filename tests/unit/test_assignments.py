@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+from attrs import frozen
 from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
@@ -20,45 +22,55 @@ PREPARED = Task("j1", 1, 0, "n1", TaskState.PREPARED)
 NEVER_RAN = replace(PREPARED, state=TaskState.EXITED, released=True)
 
 
-async def test_an_end_that_was_decided_without_the_record_that_had_landed_is_not_written() -> None:
+@frozen
+class Granted:
+    """An agent that has seen its only grant, written at `revision`; `woken` tells of another change."""
+
+    store: FlakyStore
+    revision: int
+    woken: asyncio.Event
+    assignments: Assignments
+
+
+@pytest.fixture
+async def granted() -> AsyncIterator[Granted]:
+    store = FlakyStore(MemoryStore(lambda: 0.0))
+    result = await store.txn([], [Put(grant_key("n1", "j1", 1), encode(Grant("n1", "j1", 1, "a", (), 0)))])
+    woken = asyncio.Event()
+    assignments = Assignments(store, "n1", 128, woken.set)
+    following = asyncio.create_task(assignments.follow())
+    await woken.wait()
+    woken.clear()
+    yield Granted(store, result.revision, woken, assignments)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_an_end_that_was_decided_without_the_record_that_had_landed_is_not_written(
+    granted: Granted,
+) -> None:
     """Seed 11115 of the simulation: the answer to PREPARED was lost, so the leader launched; asked to stop, the agent
     held that nothing had been prepared, read the records again, and wrote over PREPARED that nothing runs."""
-    store = FlakyStore(MemoryStore(lambda: 0.0))
-    result = await store.txn([], [Put(grant_key("n1", "j1", 1), encode(Grant("n1", "j1", 1, "a", (), 0)))])
-    woken = asyncio.Event()
-    assignments = Assignments(store, "n1", 128, woken.set)
-    following = asyncio.create_task(assignments.follow())
-    await woken.wait()
-    woken.clear()
-    seen = dict(assignments.records)
-    store.lost_replies = 1
+    seen = dict(granted.assignments.records)
+    granted.store.lost_replies = 1
     with pytest.raises(StoreUncertain):
-        await assignments.write([WriteTask(PREPARED, result.revision)], seen)
-    await assignments.write([WriteTask(NEVER_RAN, result.revision)], seen)
-    item = await store.get(task_key("n1", "j1", 1, 0))
+        await granted.assignments.write([WriteTask(PREPARED, granted.revision)], seen)
+    await granted.assignments.write([WriteTask(NEVER_RAN, granted.revision)], seen)
+    item = await granted.store.get(task_key("n1", "j1", 1, 0))
     assert item is not None
     assert decode(Task, item.value) == PREPARED
-    assert woken.is_set()  # another pass decides on what there is
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    assert granted.woken.is_set()  # another pass decides on what there is
 
 
-async def test_an_end_whose_answer_was_lost_is_in_doubt_until_the_record_is_written_again() -> None:
+async def test_an_end_whose_answer_was_lost_is_in_doubt_until_the_record_is_written_again(
+    granted: Granted,
+) -> None:
     """Seed 611688 of the simulation: it landed once the task had been started after all."""
-    store = FlakyStore(MemoryStore(lambda: 0.0))
-    result = await store.txn([], [Put(grant_key("n1", "j1", 1), encode(Grant("n1", "j1", 1, "a", (), 0)))])
-    woken = asyncio.Event()
-    assignments = Assignments(store, "n1", 128, woken.set)
-    following = asyncio.create_task(assignments.follow())
-    await woken.wait()
-    woken.clear()
-    store.late_requests = 1
+    granted.store.late_requests = 1
     with pytest.raises(StoreUncertain):
-        await assignments.write([WriteTask(NEVER_RAN, result.revision)], {})
-    assert assignments.in_doubt == {TaskKey("j1", 1, 0)}
-    await assignments.write([WriteTask(PREPARED, result.revision)], {})
-    assert not assignments.in_doubt
-    assert woken.is_set()  # what waited for it may be started
-    assert [late.succeeded for late in await store.deliver()] == [False]
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+        await granted.assignments.write([WriteTask(NEVER_RAN, granted.revision)], {})
+    assert granted.assignments.in_doubt == {TaskKey("j1", 1, 0)}
+    await granted.assignments.write([WriteTask(PREPARED, granted.revision)], {})
+    assert not granted.assignments.in_doubt
+    assert granted.woken.is_set()  # what waited for it may be started
+    assert [late.succeeded for late in await granted.store.deliver()] == [False]
