@@ -28,7 +28,7 @@ from coordinator import gangs
 from coordinator.fairness import STARVED_AFTER, Entitlement, Policy, Standings
 from coordinator.holds import Reservation, Room, ends_by
 from coordinator.lineup import Line, Lineups, Shapes
-from coordinator.model import Allocation, Job
+from coordinator.model import Allocation, Job, Standing
 from coordinator.placement import Draft, Spot
 from coordinator.queues import TenantQueue, overdue
 from coordinator.reasoning import Waiting, why_never
@@ -179,7 +179,7 @@ class _Cycle:
         if started is None:
             return False
         spots, idle_gpus = started
-        self.placements.append(self._placement(job, spots, idle_gpus, standings.chosen(tenant)))
+        self.placements.append(self._placement(job, spots, idle_gpus, standings.standing(tenant)))
         standings.charge(tenant, Draft.charge(spots))
         self._queue(tenant).take(job)
         return True
@@ -294,11 +294,11 @@ class _Cycle:
                 yield line, job
             seen.add(line.shape)
 
-    def _placement(self, job: Job, spots: Sequence[Spot], idle_gpus: int, chosen: Reason) -> Placement:
+    def _placement(self, job: Job, spots: Sequence[Spot], idle_gpus: int, standing: Standing) -> Placement:
         draft = self.room.draft
         placed = _placed(spots, idle_gpus, draft)
         tasks = draft.placements(spots)
-        return Placement(job, Allocation(job.attempt, tasks, self.snapshot.now_ms, chosen, placed))
+        return Placement(job, Allocation(job.attempt, tasks, self.snapshot.now_ms, standing, placed))
 
 
 def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:

@@ -29,11 +29,11 @@ from typing import Protocol
 from attrs import frozen
 from msgspec import Struct
 
-from coordinator.model import Tenant
+from coordinator.model import Standing, Tenant
 from coordinator.shares import share_weights, water_fill
 from coordinator.snapshot import Snapshot
 from coordinator.usage import NO_LIMIT, NO_USE, Headroom, Use
-from vgpu.reasons import Reason, ReasonCode, only
+from vgpu.reasons import Reason, ReasonCode
 
 MILLION = 1_000_000
 TRILLION = 10**12
@@ -312,8 +312,8 @@ class Standings:
             headroom=headroom(record, held),
         )
 
-    def chosen(self, tenant: str) -> Reason:
-        """Why a job of this tenant is next, in millionths."""
+    def standing(self, tenant: str) -> Standing:
+        """Why a job of this tenant is next."""
         time_millionths = self._time_millionths.get(tenant)
         if time_millionths is None:
             time = self._time(self._use[tenant], self._totals)
@@ -322,12 +322,7 @@ class Standings:
         if self._has_gpus:
             space_millionths = nearest_millionths(*self._space(self._use[tenant], self._totals))
             priority_millionths = nearest_millionths(-self.turn(tenant)[1], self._unit)
-        numbers = {
-            "space_millionths": space_millionths,
-            "time_millionths": time_millionths,
-            "priority_millionths": priority_millionths,
-        }
-        return Reason(ReasonCode.CHOSEN, numbers, only(tenant))
+        return Standing(space_millionths, time_millionths, priority_millionths)
 
     def tenants(self) -> Iterable[str]:
         return self._tenants

@@ -79,16 +79,25 @@ class TaskPlacement(Struct, frozen=True, gc=False):
     memory_mib: int
 
 
+class Standing(Struct, frozen=True, gc=False):
+    """A tenant's shares in space and in time, and the priority made of them, when a job of it was next
+    (`coordinator.fairness`)."""
+
+    space_millionths: int
+    time_millionths: int
+    priority_millionths: int
+
+
 class Allocation(Struct, frozen=True, gc=False):
     """Everything that one attempt of a job holds. All of it is granted and freed as one.
 
-    `chosen` and `placed` tell why the job was next and why it went there, as numbers that the user is shown.
+    `standing` and `placed` tell why the job was next and why it went there, as numbers that the user is shown.
     """
 
     attempt: int
     tasks: tuple[TaskPlacement, ...]
     allocated_at_ms: int
-    chosen: Reason | None = None
+    standing: Standing | None = None
     placed: Reason | None = None
 
     @property

@@ -26,6 +26,7 @@ from coordinator.model import (
     Allocation,
     Job,
     JobState,
+    Standing,
     Task,
     TaskPlacement,
     TaskState,
@@ -233,7 +234,7 @@ class World:
         piece = Slice(f"GPU-{node}-{gpu}", memory_mib, 100, "mps")
         allocation = Allocation(
             job.attempt, (TaskPlacement(0, node, (piece,), 1000, GIB),), self.clock(),
-            Reason(ReasonCode.CHOSEN, {"priority_millionths": 1}, (tenant,)), Reason(ReasonCode.PLACED, {"gpus": 1}, (node,)),
+            Standing(3, 2, 1), Reason(ReasonCode.PLACED, {"gpus": 1}, (node,)),
         )  # fmt: skip
         live = replace(job, state=JobState.ALLOCATED, allocation=allocation)
         await self.write(Delete(key), Put(records.job_key(id), records.encode(live)))

@@ -37,7 +37,7 @@ def check_plan(snapshot: Snapshot, plan: Plan) -> None:
         assert snapshot.waiting_jobs.get(job.id) == job, f"{job.id} does not wait"
         assert job.id not in snapshot.jobs, f"{job.id} lives already"
         assert allocation.attempt == job.attempt
-        assert allocation.chosen is not None, "no reason is given why it is next"
+        assert allocation.standing is not None, "no reason is given why it is next"
         assert allocation.placed is not None, "no reason is given why there"
         uses += [(job, placed) for placed in allocation.tasks]
         _check_gang(job, allocation.tasks)

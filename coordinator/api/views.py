@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from coordinator import records
 from coordinator.api.answers import time_text
@@ -13,6 +13,7 @@ from coordinator.model import (
     Happening,
     Job,
     JobState,
+    Standing,
     Task,
     TaskPlacement,
     Tenant,
@@ -21,7 +22,7 @@ from jobspecs.reading import spec_view
 from jobspecs.spec import JobSpec
 from vgpu.inventory import Gpu, NodeInventory
 from vgpu.isolation import holder
-from vgpu.reasons import Reason
+from vgpu.reasons import Reason, ReasonCode
 from vgpu.sentences import sentence
 from vgpu.slices import Slice
 
@@ -80,7 +81,7 @@ def job_view(
         "exit_code": job.exit_code,
         "failures": job.failures,
         "reason": reason_view(reason or job.reason),
-        "chosen": reason_view(allocation.chosen if allocation else None),
+        "chosen": reason_view(_why_chosen(job.tenant, allocation.standing) if allocation else None),
         "placed": reason_view(allocation.placed if allocation else None),
         "tasks": [
             _task_view(job, number, allocation, tasks.get(number), gpus)
@@ -89,6 +90,10 @@ def job_view(
         "history": [happening_view(line) for line in _history(job, shown, starts)],
         "revision": revision,
     }
+
+
+def _why_chosen(tenant: str, standing: Standing | None) -> Reason | None:
+    return Reason(ReasonCode.CHOSEN, asdict(standing), (tenant,)) if standing is not None else None
 
 
 def waited_seconds(job: Job, started_at_ms: int | None, now_ms: int) -> float:

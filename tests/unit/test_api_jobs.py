@@ -464,6 +464,12 @@ class TestViews:
         view = await a.get(f"/v1/jobs/{job['id']}")
         assert (view["state"], view["waited_seconds"], view["ran_seconds"]) == ("RUNNING", 5.0, 2.5)
         assert (view["chosen"]["code"], view["placed"]["code"]) == ("chosen", "placed")
+        assert view["chosen"]["subjects"] == [view["tenant"]]
+        assert view["chosen"]["numbers"] == {
+            "space_millionths": 3,
+            "time_millionths": 2,
+            "priority_millionths": 1,
+        }
         [task] = view["tasks"]
         assert (task["node"], task["state"], task["exit_code"]) == ("n1", "RUNNING", None)
         [piece] = task["slices"]

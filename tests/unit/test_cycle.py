@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from coordinator import model
+from coordinator.model import Standing
 from tests.builders import GIB, START_MS, World, job, node, piece, report, running
 from tests.invariants import check_reason
 from vgpu.reasons import ReasonCode as R
@@ -99,13 +100,9 @@ def test_a_placement_says_why_next_and_why_there():
     [placement] = w.plan().placements
     allocation = placement.allocation
     assert (allocation.attempt, allocation.allocated_at_ms) == (1, START_MS)
-    assert allocation.chosen.code is R.CHOSEN
-    assert allocation.chosen.subjects == ("a",)
-    assert allocation.chosen.numbers == {
-        "space_millionths": 500_000,
-        "time_millionths": 0,
-        "priority_millionths": 500_000,
-    }
+    assert allocation.standing == Standing(
+        space_millionths=500_000, time_millionths=0, priority_millionths=500_000
+    )
     assert (allocation.placed.code, allocation.placed.subjects) == (R.PLACED, ("n1",))
     assert allocation.placed.numbers == {
         "gpus": 2,

@@ -21,7 +21,7 @@ from coordinator.fairness import (
     shares,
     space_time,
 )
-from coordinator.model import Tenant
+from coordinator.model import Standing, Tenant
 from coordinator.snapshot import Snapshot
 from coordinator.usage import Headroom, Use
 from tests.builders import GIB, World, node, piece, running, settings
@@ -190,14 +190,11 @@ def test_the_sliding_window_forgets():
     assert {share.time for share in shares(w.snapshot(), POLICY).values()} == set()
 
 
-def test_chosen_is_told_in_millionths():
-    reason = Standings(snapshot(1000, {"a": 600}, {"a": 1, "b": 2}, a=500, b=1), POLICY).chosen("a")
-    assert reason.code is ReasonCode.CHOSEN
-    assert reason.numbers == {
-        "space_millionths": -100_000,
-        "time_millionths": 333_333,
-        "priority_millionths": -433_333,
-    }
+def test_a_standing_is_told_in_millionths():
+    standing = Standings(snapshot(1000, {"a": 600}, {"a": 1, "b": 2}, a=500, b=1), POLICY).standing("a")
+    assert standing == Standing(
+        space_millionths=-100_000, time_millionths=333_333, priority_millionths=-433_333
+    )
     assert millionths(F(2, 3)) == 666_667
 
 
