@@ -30,9 +30,11 @@ class Moments:
         return len(self._heap) + len(self._row)
 
     def add(self, job: str, at_ms: int) -> None:
-        if not self._row or at_ms >= self._row_ms[-1]:
+        last_ms = self._row_ms[-1] if self._row_ms else at_ms
+        if at_ms >= last_ms:
             self._row.append(job)
-            self._row_ms.append(at_ms)
+            # Many are of one moment: the same number for all of them.
+            self._row_ms.append(last_ms if at_ms == last_ms else at_ms)
         else:
             heapq.heappush(self._heap, (at_ms, job))
         if len(self._heap) + len(self._row) > self._enough:

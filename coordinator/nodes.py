@@ -41,20 +41,6 @@ class NodeStatus(enum.Enum):
     CLOSED = "closed"
 
 
-class Holding(Struct, frozen=True, gc=False):
-    """A slice and who holds it."""
-
-    job: str
-    tenant: str
-    attempt: int
-    task: int
-    piece: Slice
-
-    @property
-    def attempt_key(self) -> str:
-        return f"{self.job}.{self.attempt}.{self.task}"
-
-
 class Use(Struct, frozen=True, order=True, gc=False):
     """One task of a live job on a node, the `number`th of its allocation. Uses are in the order of their first fields,
     which stand here too, since to look them up in the job costs a node of many jobs more than everything else."""
@@ -72,12 +58,12 @@ class Use(Struct, frozen=True, order=True, gc=False):
 
 class GpuView(Struct, frozen=True, gc=False):
     """One GPU with what is on it. Free figures are 0 and never negative; `closed` says why nothing may be placed.
-    `foreign_memory_mib` is used by processes that are none of ours."""
+    `uses` are the tasks with a slice of it; `foreign_memory_mib` is used by processes that are none of ours."""
 
     gpu: Gpu
     memory_free_mib: int
     compute_free_milli: int
-    holdings: tuple[Holding, ...] = ()
+    uses: tuple[Use, ...] = ()
     foreign_memory_mib: int = 0
     closed: Reason | None = None
     report: GpuReport | None = None
@@ -85,7 +71,14 @@ class GpuView(Struct, frozen=True, gc=False):
     @property
     def is_idle(self) -> bool:
         """Open, with nobody on it: a whole-card job may have it."""
-        return self.closed is None and not self.holdings and self.foreign_memory_mib == 0
+        return self.closed is None and not self.uses and self.foreign_memory_mib == 0
+
+    @property
+    def slices(self) -> list[tuple[Use, Slice]]:
+        """Who holds what of it."""
+        return [
+            (use, piece) for use in self.uses for piece in use.placement.slices if piece.gpu == self.gpu.uuid
+        ]
 
 
 @frozen(cache_hash=True)

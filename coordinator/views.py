@@ -15,7 +15,6 @@ from coordinator.model import NodeAdmin
 from coordinator.nodes import (
     DRIVER_CONTEXT_MIB,
     GpuView,
-    Holding,
     NodeBuild,
     NodeStatus,
     NodeView,
@@ -80,9 +79,9 @@ def view_node(facts: NodeFacts, uses: Sequence[Use], now_ms: int, lost_ms: int) 
     ordered = tuple(sorted(uses))
     status, reason = status_of(facts, now_ms, lost_ms)
     inventory = facts.inventory
-    labels = dict(inventory.labels) if inventory else {}
-    if facts.admin is not None:
-        labels.update(facts.admin.labels)
+    labels = inventory.labels if inventory else {}
+    if facts.admin is not None and facts.admin.labels:
+        labels = {**labels, **facts.admin.labels}
     gpus = tuple(_gpu_views(facts, ordered, inventory.gpus if inventory else ()))
     row = _row(facts, ordered, tuple([_piece(view) for view in gpus]))
     return NodeView(
@@ -152,7 +151,7 @@ def _reported(view: GpuView, report: GpuReport | None) -> GpuView:
         view.gpu,
         view.memory_free_mib,
         view.compute_free_milli,
-        view.holdings,
+        view.uses,
         view.foreign_memory_mib,
         view.closed,
         report,
@@ -170,22 +169,24 @@ def _row(facts: NodeFacts, uses: Sequence[Use], pieces: tuple[Piece, ...]) -> Ro
 
 def _gpu_views(facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]) -> list[GpuView]:
     """Of these GPUs of the node."""
-    on: dict[str, list[Holding]] = {gpu.uuid: [] for gpu in gpus}
+    on: dict[str, list[Use]] = {gpu.uuid: [] for gpu in gpus}
     for use in uses:
         for piece in use.placement.slices:
-            if piece.gpu in on:
-                job = use.job
-                on[piece.gpu].append(Holding(job.id, job.tenant, job.attempt, use.task, piece))
+            there = on.get(piece.gpu)
+            if there is not None and (not there or there[-1] is not use):
+                there.append(use)
     reports = {report.uuid: report for report in facts.report.gpus} if facts.report else {}
     held = _held_elsewhere(facts, on)
     return [_gpu_view(gpu, tuple(on[gpu.uuid]), reports, held, facts.claimed_twice) for gpu in gpus]
 
 
 def _piece(view: GpuView) -> Piece:
-    sharing = (
-        _sharing(frozenset([holding.piece.isolation for holding in view.holdings])) if view.holdings else ()
-    )
-    return Piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
+    sharing = _sharing(frozenset([piece.isolation for _, piece in view.slices])) if view.uses else ()
+    return _same_piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
+
+
+# Of GPUs with as much left one object: a large cluster has ten times more of them than there are kinds of rest.
+_same_piece = lru_cache(maxsize=1 << 14)(Piece)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -196,25 +197,27 @@ def _sharing(isolations: frozenset[str]) -> tuple[str, ...]:
 
 def _gpu_view(
     gpu: Gpu,
-    holdings: tuple[Holding, ...],
+    uses: tuple[Use, ...],
     reports: Mapping[str, GpuReport],
     held: Mapping[str, tuple[str, ...]],
     claimed_twice: frozenset[str],
 ) -> GpuView:
     report = reports.get(gpu.uuid)
-    foreign_mib, is_unknown = _foreign(report, bool(holdings) or gpu.uuid in held)
+    foreign_mib, is_unknown = _foreign(report, bool(uses) or gpu.uuid in held)
     closed = _why_closed(gpu, reports, held, claimed_twice)
     if closed is None and is_unknown:
         closed = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.uuid,), detail="a process of unknown size")
     used_mib, used_milli = foreign_mib, 0
-    for holding in holdings:
-        used_mib += holding.piece.memory_mib
-        used_milli += holding.piece.compute_milli
+    for use in uses:
+        for piece in use.placement.slices:
+            if piece.gpu == gpu.uuid:
+                used_mib += piece.memory_mib
+                used_milli += piece.compute_milli
     return GpuView(
         gpu=gpu,
         memory_free_mib=0 if closed else _left(gpu.memory_mib, used_mib),
         compute_free_milli=0 if closed else _left(gpu.compute_milli, used_milli),
-        holdings=holdings,
+        uses=uses,
         foreign_memory_mib=foreign_mib,
         closed=closed,
         report=report,
@@ -245,7 +248,7 @@ def _why_closed(
     return None
 
 
-def _held_elsewhere(facts: NodeFacts, on: Mapping[str, Sequence[Holding]]) -> dict[str, tuple[str, ...]]:
+def _held_elsewhere(facts: NodeFacts, on: Mapping[str, Sequence[Use]]) -> dict[str, tuple[str, ...]]:
     """GPU -> attempts that exist on it by the node's account, as a container or as a process, though no live job holds
     it for them (DA-9). Of the GPUs in `on`, with what is held of each.
 
@@ -259,7 +262,7 @@ def _held_elsewhere(facts: NodeFacts, on: Mapping[str, Sequence[Holding]]) -> di
         if uuid not in on or facts.released.get(attempt_key, -1) >= facts.report.at_ms:
             continue
         if uuid not in granted:
-            granted[uuid] = {holding.attempt_key for holding in on[uuid]}
+            granted[uuid] = {use.attempt_key for use in on[uuid]}
         if attempt_key not in granted[uuid]:
             held.setdefault(uuid, set()).add(attempt_key)
     return {uuid: tuple(sorted(keys)) for uuid, keys in held.items()}

@@ -58,14 +58,14 @@ def gpu_view(view: GpuView, caller: Caller) -> View:
         "utilization_percent": report.utilization_percent if report else None,
         "slices": [
             {
-                "job": holding.job if caller.may_see(holding.tenant) else None,
-                "tenant": holding.tenant if caller.may_see(holding.tenant) else None,
-                "task": holding.task if caller.may_see(holding.tenant) else None,
-                "memory_mib": holding.piece.memory_mib,
-                "compute_milli": holding.piece.compute_milli,
-                "isolation": holding.piece.isolation,
+                "job": use.id if caller.may_see(use.job.tenant) else None,
+                "tenant": use.job.tenant if caller.may_see(use.job.tenant) else None,
+                "task": use.task if caller.may_see(use.job.tenant) else None,
+                "memory_mib": piece.memory_mib,
+                "compute_milli": piece.compute_milli,
+                "isolation": piece.isolation,
             }
-            for holding in view.holdings
+            for use, piece in view.slices
         ],
     }
 

@@ -137,11 +137,9 @@ async def get_cluster(request: web.Request) -> web.Response:
         ),
         "gpus": len(gpus),
         "memory_mib": sum(view.gpu.memory_mib for view in gpus),
-        "memory_granted_mib": sum(holding.piece.memory_mib for view in gpus for holding in view.holdings),
+        "memory_granted_mib": sum(piece.memory_mib for view in gpus for _, piece in view.slices),
         "compute_milli": sum(view.gpu.compute_milli for view in gpus),
-        "compute_granted_milli": sum(
-            holding.piece.compute_milli for view in gpus for holding in view.holdings
-        ),
+        "compute_granted_milli": sum(piece.compute_milli for view in gpus for _, piece in view.slices),
         "jobs": job_counts(api),
         "leader": {"id": leader.id, "address": leader.address, "since": time_text(leader.since_ms)}
         if leader

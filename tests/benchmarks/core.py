@@ -231,7 +231,8 @@ def percentile(values: list[float], percent: int) -> float:
 
 def steady(world: World, waiting: list[Job], departures: int) -> dict[str, float]:
     """A full cluster: figures in milliseconds."""
-    world.see(*(world.submitted(job) for job in waiting))
+    for job in waiting:
+        world.see(world.submitted(job))
     while (plan := world.cycle()).placements:
         world.commit(plan)
     gc.collect()

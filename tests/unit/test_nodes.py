@@ -34,7 +34,7 @@ def test_free_is_derived_from_allocations_alone():
     assert free(w) == (70 * GIB, 700)
     view = w.snapshot().nodes["n1"]
     assert (view.cpu_free_milli, view.memory_free_mib) == (127_000, 1023 * GIB)
-    assert [(h.job, h.tenant) for h in view.gpus[0].holdings] == [("j", "a")]
+    assert [(use.id, held.memory_mib) for use, held in view.gpus[0].slices] == [("j", 10 * GIB)]
     w.see(model.JobGone("j", "jobs"))
     assert free(w) == (80 * GIB, 1000)
 
