@@ -132,7 +132,7 @@ class Index:
             number = self._nodes.number[name]
             self._touched.add(number)
             if self._python_rows.get(number) is not row:
-                self._enter_row(number, self._encoded(number, self._nodes.views[number], row))
+                self._enter_row(number, self._encoded_here(number, row))
                 self._python_rows[number] = row
 
     def forget(self) -> None:
@@ -162,7 +162,7 @@ class Index:
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
         twin._others, twin._parent, twin._reads, twin.searches = {}, self, [], ()
-        twin._followed = self._reads, len(self._reads)
+        twin._followed, twin._base = (self._reads, len(self._reads)), self._base
         twin._nodes = copy(self._nodes)
         twin._nodes.builds = self._nodes.builds.copy()
         twin._forget_shapes()
@@ -175,15 +175,9 @@ class Index:
         numbers = set(log[length:] if log is parent._reads else range(len(self._base)))
         self._followed = parent._reads, len(parent._reads)
         self._know_builds()
-        if numbers:
-            changed = np.fromiter(numbers, np.int64, len(numbers))
-            base = parent._base[changed]
-            base[:, k.STATE] &= k.HELD - 1
-            base[:, k.STATE] |= k.HELD * self._is_held[changed]
-            self._base[changed] = base
-            for number in numbers:
-                self._read_labels(number, self._nodes.views[number])
-            self._note(numbers)
+        for number in numbers:
+            self._read_labels(number, self._nodes.views[number])
+        self._note(numbers)
 
     def price(self, worth: Worth | None) -> None:
         """New prices change every answer."""
@@ -235,7 +229,7 @@ class Index:
         self._odd_nodes.clear()
         self._fits.clear()
         self._rows = np.zeros((len(nodes.views), k.WIDTH), np.int64)
-        self._base = np.zeros_like(self._rows)  # as the snapshot has them
+        self._base = np.zeros_like(self._rows)  # as the snapshot has them, whoever is held; twins read it too
         self._builds = Builds()  # after the rows, see `market`
         self._sums = np.zeros((len(nodes.views) + 1, k.SUM_WIDTH), np.int64)
         self._place = np.array(nodes.place, np.int64)
@@ -244,7 +238,7 @@ class Index:
         self._stamp = 0
         self._odd = np.zeros(max(1, len(nodes.views)), np.int64)
         # A ring: who is behind by more than it holds looks at all nodes.
-        self._log = np.zeros(max(1024, 1 << (8 * len(nodes.views)).bit_length()), np.int64)
+        self._log = np.zeros(max(1024, 1 << (2 * len(nodes.views)).bit_length()), np.int64)
         self._logged = 0
         self._place_rank = nodes.whole_ranks()
         self._forget_shapes()
@@ -281,8 +275,8 @@ class Index:
         if self._touched:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
             self._logged = k.restore(
-                self._rows, self._sums, self._base, touched, self._builds.table, self._place, self._idle_in,
-                self._log, self._logged,
+                self._rows, self._sums, self._base, self._is_held, touched, self._builds.table, self._place,
+                self._idle_in, self._log, self._logged,
             )  # fmt: skip
             for number, build in zip(touched.tolist(), self._base[touched, k.BUILD].tolist(), strict=True):
                 self._note_build(number, build)
@@ -349,7 +343,13 @@ class Index:
     def _head(self, view: NodeView, row: Row) -> tuple[int, int, int]:
         code = view.closed_to_work
         state = 0 if code is None else STATES[code]
-        return row.cpu_milli, row.memory_mib, state | k.HELD if view.name in self._held else state
+        return row.cpu_milli, row.memory_mib, state
+
+    def _encoded_here(self, number: int, row: Row) -> list[int]:
+        """As it stands among the rows of the draft."""
+        encoded_row = self._encoded(number, self._nodes.views[number], row)
+        encoded_row[k.STATE] |= k.HELD * int(self._is_held[number])
+        return encoded_row
 
     def _change(self, number: int) -> None:
         self._log[self._logged & (len(self._log) - 1)] = number
@@ -364,8 +364,7 @@ class Index:
         place = self._nodes.place[number]
         if self._nodes.builds[number] < 0:
             row = after(task, self.row(node), found)
-            encoded_row = self._encoded(number, self._nodes.views[number], row)
-            encoded_row[k.STATE] = int(self._rows[number, k.STATE])
+            encoded_row = self._encoded_here(number, row)
             self._idle_in[place] += row.idle_gpus - self._idle(self._rows[number])
             self._rows[number] = encoded_row
             self._sums[number, k.SUM_IS_KNOWN] = 0
@@ -388,7 +387,7 @@ class Index:
         numbers = np.array([self._nodes.number[node] for node in nodes ^ self._held], np.int64)
         self._held = nodes
         self._is_held[numbers] ^= 1
-        self._logged = k.hold(self._rows, self._base, numbers, self._log, self._logged)
+        self._logged = k.hold(self._rows, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:
         """What is left of the node in the draft."""

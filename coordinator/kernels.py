@@ -564,18 +564,20 @@ def idle_gpus(row, build):
 
 
 @_compiled
-def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
+def restore(rows, sums, base, is_held, touched, builds, place, idle_in, log, logged):
     """Undoes what a draft did to the rows; returns how long the log is then."""
     for node in touched:
         row = rows[node]
+        held = HELD * is_held[node]  # who is held differs between those that share a base
         is_same = row[BUILD] >= 0
         for column in range(WIDTH):
-            is_same = is_same and row[column] == base[node, column]
+            is_same = is_same and row[column] == base[node, column] | (held if column == STATE else 0)
         if is_same:
             continue
         idle_in[place[node]] -= row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
         for column in range(WIDTH):
             row[column] = base[node, column]
+        row[STATE] |= held
         idle_in[place[node]] += row[ODD_IDLE] if row[BUILD] < 0 else idle_gpus(row, builds[row[BUILD]])
         sums[node, SUM_IS_KNOWN] = 0
         log[logged & (len(log) - 1)] = node
@@ -584,11 +586,10 @@ def restore(rows, sums, base, touched, builds, place, idle_in, log, logged):
 
 
 @_compiled
-def hold(rows, base, nodes, log, logged):
+def hold(rows, nodes, log, logged):
     """Those that were held are so no more, and the others are."""
     for node in nodes:
         rows[node, STATE] ^= HELD
-        base[node, STATE] ^= HELD
         log[logged & (len(log) - 1)] = node
         logged += 1
     return logged

@@ -231,8 +231,9 @@ def percentile(values: list[float], percent: int) -> float:
 
 def steady(world: World, waiting: list[Job], departures: int) -> dict[str, float]:
     """A full cluster: figures in milliseconds."""
-    for job in waiting:
-        world.see(world.submitted(job))
+    waiting.reverse()
+    while waiting:  # handed over, as above
+        world.see(world.submitted(waiting.pop()))
     while (plan := world.cycle()).placements:
         world.commit(plan)
     gc.collect()
