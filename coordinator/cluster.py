@@ -4,10 +4,8 @@
 capacity is derived from the allocations of live jobs (`coordinator.nodes`), anew for a node whenever something about
 it changed. A snapshot shares its mappings with the state (`coordinator.shared`).
 
-What is applied before the first snapshot is the initial listing: only then do stored usage hours count.
-
-Events of different folders may come out of order, since each folder has its own watch: a record that is older than
-the newest one seen of the same job is ignored (LK-7).
+What is applied before the first snapshot is the initial listing: only then do stored usage hours count. Its records
+come in any order, and of two of one job the newer one counts (LK-7). After it events come in the order of revisions.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Cluster:
         self._waiting: Shared[str, Job] = Shared()
         self._done: Shared[str, Job] = Shared()
         self._lines = WaitingLines()
-        self._revisions: dict[str, int] = {}
+        self._listed: dict[str, int] = {}  # revisions of the records of the listing
         self._tasks: Shared[tuple[str, int], Mapping[int, Task]] = Shared()
         self._tenants: Shared[str, Tenant] = Shared()
         self._held: Shared[str, Use] = Shared()
@@ -162,20 +160,19 @@ class Cluster:
     def _job_seen(self, event: model.JobSeen, now_ms: int) -> None:
         job = event.job
         id, is_final = job.id, job.state.is_final
-        known = self._revisions.get(id)
-        if known is None:
-            if not is_final and not self._is_listing:
-                self.mix.add(job.spec)
-        elif event.revision < known:
-            return
-        self._revisions[id] = event.revision
-        self._machines.job_readable(id)
-        if known is not None:
-            before = None if id in self._waiting.now else self._jobs.now.get(id)
-            if before is not None and job.allocation == before.allocation:
-                self._keep(job)
+        if self._is_listing:
+            if event.revision < self._listed.get(id, 0):
                 return
+            self._listed[id] = event.revision
+        self._machines.job_readable(id)
+        before = self._jobs.now.get(id)
+        if before is not None and job.allocation == before.allocation:
+            self._keep(job)
+            return
+        if before is not None or id in self._waiting.now or id in self._done.now:
             self._forget_job(id, now_ms, is_placed=job.allocation is not None)
+        elif not is_final and not self._is_listing:
+            self.mix.add(job.spec)
         if is_final:
             self._note_withdrawal(job)
             if self._keep_done:
@@ -196,12 +193,8 @@ class Cluster:
     def _job_gone(self, event: model.JobGone, now_ms: int) -> None:
         self._machines.readable((event.folder, event.id))
         folder = {"queue": self._waiting, "jobs": self._jobs, "done": self._done}.get(event.folder)
-        is_here = folder is not None and event.id in folder.now
-        is_elsewhere = any(event.id in f.now for f in (self._waiting, self._jobs, self._done))
-        if is_here:
+        if folder is not None and event.id in folder.now:
             self._forget_job(event.id, now_ms)
-        if is_here or (event.folder == "done" and not is_elsewhere):
-            self._revisions.pop(event.id, None)
 
     def _forget_job(self, id: str, now_ms: int, is_placed: bool = False) -> None:
         """That a job was placed is no news: it was this leader's own decision, and leaves less for others."""
@@ -347,6 +340,7 @@ class Cluster:
             self._ledger.past(hour)
             self._shares.past(hour)
         self._past.clear()
+        self._listed.clear()
         for job in (*self._jobs.now.values(), *self._waiting.now.values()):
             if job.submitted_at_ms > self.mix.until_ms:
                 self.mix.add(job.spec)

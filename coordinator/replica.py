@@ -224,14 +224,15 @@ class Replica:
         self._fold(copy, decoded, now_ms)
 
     async def _catch_up(self, first: Listing, rest: AsyncIterator[Listing]) -> None:
-        """Deletions first, so that a record that moved is not gone from where it is now."""
+        """Deletions first, so that a record that moved is not gone from where it is now. The rest in the order in which
+        it was written, as a watch brings it."""
         items = [*first.items, *[item async for piece in rest for item in piece.items]]
         known = self._copy.keys
         here = {item.key for item in items}
         changes = [
             Change(KeyValue(key, b"", 0, first.revision), deleted=True) for key in known if key not in here
         ]
-        for item in items:
+        for item in sorted(items, key=lambda item: item.mod_revision):
             before = known.get(item.key)
             if before is None or before.mod_revision != item.mod_revision:
                 changes.append(Change(item))

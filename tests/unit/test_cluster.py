@@ -106,8 +106,8 @@ def test_lk7_a_record_older_than_the_newest_is_ignored():
     assert free(w) == (80 * GIB, 1000)
 
 
-def test_a_job_stands_in_one_folder_whatever_watch_is_ahead():
-    """queue/ and jobs/ have their own watches: the new record may be seen before the old one is gone."""
+def test_a_job_stands_in_one_folder_whatever_the_order_of_the_listing():
+    """LK-7: of two records the newer one counts; later ones are seen in their order, a new one before the old is gone."""
     w = World(node("n1"))
     waiting = job("j")
     live = running("j", "n1", [piece("GPU-n1-0")])
@@ -128,7 +128,7 @@ def test_done_records_are_kept_for_readers_only():
         assert ("j" in cluster.snapshot(START_MS).done) is keep
         cluster.apply(model.JobGone("j", "done"), START_MS)
         snapshot = cluster.snapshot(START_MS)
-        assert (dict(snapshot.done), cluster._revisions) == ({}, {})
+        assert (dict(snapshot.done), cluster._listed) == ({}, {})
 
 
 def test_events_about_what_is_not_there_are_harmless():
