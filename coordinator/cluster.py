@@ -22,7 +22,7 @@ from coordinator.model import Job, Task, Tenant, UsageHour
 from coordinator.moments import Moments
 from coordinator.shared import Shared
 from coordinator.shares import EntitledShares
-from coordinator.snapshot import ClusterSettings, Snapshot
+from coordinator.snapshot import ClusterSettings, Shape, Snapshot, shape_of
 from coordinator.usage import NO_USE, UsageLedger, Use
 from coordinator.worth import Worth
 from vgpu.inventory import NodeInventory
@@ -169,18 +169,22 @@ class Cluster:
         if before is not None and job.allocation == before.allocation:
             self._keep(job)
             return
+        is_new = not self._is_listing
         if before is not None or id in self._waiting.now or id in self._done.now:
             self._forget_job(id, now_ms, is_placed=job.allocation is not None)
-        elif not is_final and not self._is_listing:
-            self.mix.add(job.spec)
+            is_new = False
         if is_final:
             self._note_withdrawal(job)
             if self._keep_done:
                 self._done[id] = job
         elif job.allocation is not None:
             self._hold(job, now_ms)
+            if is_new:
+                self.mix.add(shape_of(job.spec))
         else:
-            self._queue(job, now_ms)
+            shape = self._queue(job, now_ms)
+            if is_new:
+                self.mix.add(shape)
 
     def _keep(self, job: Job) -> None:
         """It holds what it held: nothing is charged twice."""
@@ -212,14 +216,15 @@ class Cluster:
             self._machines.free(lived)
             self._charge(lived, now_ms, -1)
 
-    def _queue(self, job: Job, now_ms: int) -> None:
+    def _queue(self, job: Job, now_ms: int) -> Shape:
         self._news += 1
         self._waiting[job.id] = job
-        key = self._lines.add(job)
-        self._shares.want(job.tenant, key.shape.compute_milli, now_ms)
+        shape = self._lines.add(job).shape
+        self._shares.want(job.tenant, shape.compute_milli, now_ms)
         self._waits.add(job.id, job.queued_at_ms + self._max_wait_ms)
         for at_ms in self._may_start_ms(job):
             self._waits.add(job.id, at_ms)
+        return shape
 
     def _may_start_ms(self, job: Job) -> Iterator[int]:
         """When a cycle may decide otherwise about a waiting job, but for the bounded wait."""
@@ -343,7 +348,7 @@ class Cluster:
         self._listed.clear()
         for job in (*self._jobs.now.values(), *self._waiting.now.values()):
             if job.submitted_at_ms > self.mix.until_ms:
-                self.mix.add(job.spec)
+                self.mix.add(shape_of(job.spec))
         for job in self._jobs.now.values():
             if job.allocation is not None:
                 use = Use(job.allocation.compute_milli, job.allocation.memory_mib)

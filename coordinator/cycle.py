@@ -83,7 +83,7 @@ def plan_cycle(snapshot: Snapshot, policy: Policy, memo: Index | None = None) ->
     else:
         cycle.serve_the_longest_waiting()
     cycle.serve_everybody()
-    placed = frozenset(placement.job.id for placement in cycle.placements)
+    placed = frozenset([placement.job.id for placement in cycle.placements])
     waiting = Waiting(
         snapshot, cycle.room, cycle.standings, cycle.entitlement, cycle.lineup.order.cards, placed
     )
@@ -310,10 +310,11 @@ def _placed(spots: Sequence[Spot], idle_gpus: int, draft: Draft) -> Reason:
         nodes = tuple(sorted({spot.node for spot in spots}))
         gpus = sum(len(spot.found.gpus) for spot in spots)
         cost = gangs.communication_cost(draft, spots)
-    numbers = few(
-        ("gpus", gpus),
-        ("nodes", len(nodes)),
-        ("communication_cost", cost),
-        ("idle_gpus_before", idle_gpus),
+    return Reason(ReasonCode.PLACED, _placed_numbers(gpus, len(nodes), cost, idle_gpus), nodes)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _placed_numbers(gpus: int, nodes: int, cost: int, idle_gpus: int) -> Mapping[str, int]:
+    return few(
+        ("gpus", gpus), ("nodes", nodes), ("communication_cost", cost), ("idle_gpus_before", idle_gpus)
     )
-    return Reason(ReasonCode.PLACED, numbers, nodes)

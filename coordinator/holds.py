@@ -76,7 +76,7 @@ class Room:
         self.reservation: Reservation | None = None
         self._policy = policy
         self._now_ms = draft.snapshot.now_ms
-        self._taken: dict[str, list[tuple[Job, Spot]]] = {}
+        self._started: list[tuple[Job, Sequence[Spot]]] = []
         self._later: dict[str, Row] = {}
         self._rest: Draft | None = None
         self._elsewhere: Draft | None = None
@@ -182,8 +182,7 @@ class Room:
 
     def _note(self, job: Job, spots: Sequence[Spot], taken: Draft) -> None:
         """From now on the job is there, in the other drafts than `taken` too."""
-        for spot in spots:
-            self._taken.setdefault(spot.node, []).append((job, spot))
+        self._started.append((job, spots))
         if taken is not self.draft:
             self.draft.take(spots)
         reservation = self.reservation
@@ -206,7 +205,11 @@ class Room:
         """Reserves for the job what frees soonest. False where the nodes that are up could not take it even when
         empty, so that it holds nothing from anybody; and where nobody knows when it would be free and it has waited
         so long for that already that the others were kept off long enough."""
-        soonest = Soonest(self.draft, self._taken, shape)
+        taken: dict[str, list[tuple[Job, Spot]]] = {}
+        for other, there in self._started:
+            for spot in there:
+                taken.setdefault(spot.node, []).append((other, spot))
+        soonest = Soonest(self.draft, taken, shape)
         found = soonest.found()
         waited_ms = self._now_ms - job.queued_at_ms
         if found is None or (found[1] >= UNKNOWN_MS and waited_ms >= 1000 * self._policy.hold_seconds):
@@ -242,7 +245,8 @@ class Room:
             self._rest.put(rows)
 
     def _copy(self, rows: dict[str, Row], purpose: str, held: frozenset[str] = frozenset()) -> Draft:
-        changed = {node: self.draft.row(node) for node in self._taken}
+        nodes = dict.fromkeys([spot.node for _, spots in self._started for spot in spots])
+        changed = {node: self.draft.row(node) for node in nodes}
         return self.draft.beside(changed | rows, purpose, held)
 
 

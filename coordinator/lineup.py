@@ -294,11 +294,12 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
     everything, quickest, before = front.all, [*front.quickest], front.lines
     memory, compute = front.wanted.memory, front.wanted.compute
     oldest_ms, is_bound = front.oldest_ms, front.is_bound
+    line_of, old_of, new_of = order.lines.get, before.get, lines.get
     for key in keys:
-        line = order.lines.get(key)
+        line = line_of(key)
         if line is None:
             continue  # it came and went in between
-        old, new = before.get(key), lines.get(key)
+        old, new = old_of(key), new_of(key)
         more = 0
         if (old is None) is not (new is None):
             everything ^= line.bit

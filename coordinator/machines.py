@@ -87,6 +87,7 @@ class Machines:
         self._changed_views: list[str] = []
         self._log = ViewLog(MappingProxyType(self._views), self._changed_views, 0)
         self._claims: dict[str, tuple[str, ...]] = {}  # GPU -> the nodes that have it
+        self._contested: set[str] = set()  # the GPUs that several have
         self._builds: dict[NodeBuild, NodeBuild] = {}
         self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
         self.totals = Totals()  # as of the last views
@@ -238,13 +239,17 @@ class Machines:
         for uuid in before - after:
             self._claims[uuid] = tuple([name for name in self._claims[uuid] if name != node])
             self._mark(self._claims[uuid])
+            if len(self._claims[uuid]) == 1:
+                self._contested.discard(uuid)
             if not self._claims[uuid]:
                 del self._claims[uuid]
         alone = (node,)
         for uuid in after - before:
             others = self._claims.get(uuid)
             self._claims[uuid] = (*others, node) if others else alone
-            self._mark(others or ())
+            if others:
+                self._contested.add(uuid)
+                self._mark(others)
         machine.inventory = inventory
         machine.build = NodeBuild()
         if inventory is not None:
@@ -361,8 +366,6 @@ class Machines:
             del self._machines[name]
             self._silent.pop(name, None)
             return None
-        gpus = machine.inventory.gpus if machine.inventory else ()
-        uuids = [gpu.uuid for gpu in gpus if touched is None or gpu.uuid in touched]
         facts = NodeFacts(
             name=name,
             inventory=machine.inventory,
@@ -371,7 +374,7 @@ class Machines:
             build=machine.build,
             missing_since_ms=machine.missing_since_ms,
             unreadable=self._closing(name),
-            claimed_twice=self._claimed_twice(name, uuids, now_ms, lost_ms),
+            claimed_twice=self._claimed_twice(machine, now_ms, lost_ms) if self._contested else frozenset(),
             released=machine.released,
             silent_together=len(self._silence.held) if name in self._silence.held else 0,
         )
@@ -379,17 +382,16 @@ class Machines:
             return view_node(facts, machine.uses, now_ms, lost_ms)
         return with_uses(before, facts, tuple(machine.uses), touched, now_ms, lost_ms)
 
-    def _claimed_twice(self, name: str, uuids: Iterable[str], now_ms: int, lost_ms: int) -> frozenset[str]:
+    def _claimed_twice(self, machine: _Machine, now_ms: int, lost_ms: int) -> frozenset[str]:
+        """The GPUs of this node that another one has too, which is not given up."""
         return frozenset(
-            [
-                uuid
-                for uuid in uuids
-                if len(self._claims[uuid]) > 1
-                and any(
-                    other != name and not self._is_lost(other, now_ms, lost_ms)
-                    for other in self._claims[uuid]
-                )
-            ]
+            gpu.uuid
+            for gpu in (machine.inventory.gpus if machine.inventory else ())
+            if gpu.uuid in self._contested
+            and any(
+                other != machine.name and not self._is_lost(other, now_ms, lost_ms)
+                for other in self._claims[gpu.uuid]
+            )
         )
 
     def _is_lost(self, name: str, now_ms: int, lost_ms: int) -> bool:

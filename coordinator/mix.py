@@ -8,10 +8,11 @@ they are those of the last ten thousand tasks or so. The leader writes them to t
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from coordinator.model import Mix, MixLine
+from coordinator.snapshot import Shape
 from coordinator.worth import Kind, kind_of
-from jobspecs.spec import JobSpec
 from vgpu.inventory import WHOLE_GPU_MILLI
 
 # Beyond so many tasks, or kinds of them, the past fades. The record of so many kinds has some 100 KB.
@@ -33,9 +34,10 @@ class JobMix:
         self.until_ms = 0
         self.written = 0
 
-    def add(self, spec: JobSpec) -> None:
-        for task in spec.tasks:
-            self._count(kind_of(task.gpus, task.cpu_milli), task.count)
+    def add(self, shape: Shape) -> None:
+        """A job of this shape."""
+        for kind, tasks in _kinds(shape):
+            self._count(kind, tasks)
         self._fade()
 
     def past(self, record: Mix) -> None:
@@ -79,6 +81,11 @@ class JobMix:
                 if half:
                     halved[kind] = half
             self.counts, self._total = halved, halved.total()
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(shape: Shape) -> tuple[tuple[Kind, int], ...]:
+    return tuple((kind_of(task.gpus, task.cpu_milli), task.count) for task in shape.tasks)
 
 
 def _is_possible(kind: Kind) -> bool:

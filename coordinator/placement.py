@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -64,7 +64,7 @@ class Draft:
         self._rows: dict[str, Row] = dict(rows or {})
         self._fits: dict[TaskShape, dict[Row, Fit | ReasonCode]] = {}
         self._searches: dict[tuple[TaskShape, Constraints], Search | IndexedSearch] = {}
-        self._search_of: dict[Shape, Search | IndexedSearch] = {}  # of one task
+        self._take_best: dict[Shape, Callable[[], tuple[Spot, int] | None]] = {}  # for shapes of one task
         self._idle_in: Counter[Location] = Counter()
         self._index = index
         if index is not None:
@@ -73,7 +73,7 @@ class Draft:
             # keep their snapshot until the garbage collector came by.
             for searches in index.searches:
                 searches.clear()
-            index.searches = self._searches, self._search_of
+            index.searches = self._searches, self._take_best
             return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
@@ -112,7 +112,7 @@ class Draft:
         self.worth = worth
         self._fits.clear()
         self._searches.clear()
-        self._search_of.clear()
+        self._take_best.clear()
         if self._index is not None:
             self._index.price(worth)
 
@@ -152,12 +152,12 @@ class Draft:
     def take_best(self, shape: Shape) -> tuple[Spot, int] | None:
         """The best node for the one task of a job whose tenant may hold whatever it costs, taken at once; and how many
         whole GPUs it had. None where no node has room."""
-        search = self._search_of.get(shape)
-        if search is None:
+        take = self._take_best.get(shape)
+        if take is None:
             task = shape.only_task
             assert task is not None
-            search = self._search_of[shape] = self.search(task, shape.constraints)
-        return search.take_best()
+            take = self._take_best[shape] = self.search(task, shape.constraints).take_best
+        return take()
 
     def fitting(self, shapes: Sequence[Shape]) -> list[bool]:
         """For each shape whether all kinds of its tasks fit somewhere; a gang may still not fit as a whole."""
@@ -201,14 +201,13 @@ class Draft:
 
     def _placement(self, spot: Spot) -> TaskPlacement:
         task, found = spot.task, spot.found
-        slices: list[Slice] = []
+        slices: tuple[Slice, ...] = ()
         if found.gpus:
             inventory = self.views[spot.node].inventory
             assert inventory is not None
-            cards, request = inventory.gpus, task.gpus
-            for gpu, name in zip(found.gpus, found.isolations, strict=True):
-                slices.append(cut(request, cards[gpu], name))
-        return TaskPlacement(spot.number, spot.node, tuple(slices), task.cpu_milli, task.memory_mib)
+            cards, request, names = inventory.gpus, task.gpus, found.isolations
+            slices = tuple([cut(request, cards[gpu], names[at]) for at, gpu in enumerate(found.gpus)])
+        return TaskPlacement(spot.number, spot.node, slices, task.cpu_milli, task.memory_mib)
 
     @staticmethod
     def charge(spots: Sequence[Spot]) -> Use:

@@ -181,7 +181,10 @@ def _gpu_views(facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]) -> li
 
 
 def _piece(view: GpuView) -> Piece:
-    sharing = _sharing(frozenset([piece.isolation for _, piece in view.slices])) if view.uses else ()
+    sharing: tuple[str, ...] = ()
+    if view.uses:
+        slices = [piece for use in view.uses for piece in use.placement.slices]
+        sharing = _sharing(frozenset([piece.isolation for piece in slices if piece.gpu == view.gpu.uuid]))
     return _same_piece(view.memory_free_mib, view.compute_free_milli, sharing, view.closed is None)
 
 

@@ -30,7 +30,7 @@ STEPS = WHOLE_GPU_MILLI // STEP_MILLI
 Values = tuple[tuple[int, ...], ...]
 
 
-class Kind(Struct, frozen=True, gc=False):
+class Kind(Struct, frozen=True, cache_hash=True, gc=False):
     """Tasks that are alike to the prices. `memory_mib` None: all of the card's."""
 
     cpu_milli: int

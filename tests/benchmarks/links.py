@@ -184,7 +184,7 @@ class World:
             spots = placed_by(self.policy, draft, arrival.shape, self.random)
             draft = Draft(self.cluster.snapshot(0), index=self.index)
         if spots is None:
-            mix.add(arrival.spec)
+            mix.add(shape_of(arrival.spec))
             return None
         self._count += 1
         id = f"{self._count:08}"

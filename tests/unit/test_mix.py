@@ -11,11 +11,16 @@ from coordinator.cluster import Cluster
 from coordinator.mix import MOST_KINDS, MOST_TASKS, JobMix
 from coordinator.model import Mix, MixLine
 from coordinator.records import decode, encode
+from coordinator.snapshot import Shape, shape_of
 from coordinator.worth import Kind
 from tests.builders import GIB, START_MS, World, job, node, settings, spec
 
 HALF = Kind(1000, 500, 40 * GIB, 1, "")
 WHOLE = Kind(1000, 1000, None, 1, "")
+
+
+def shape(**changes: int) -> Shape:
+    return shape_of(spec(**changes))
 
 
 def line(kind: Kind, tasks: int) -> MixLine:
@@ -58,8 +63,8 @@ def test_the_record_is_due_once_a_tenth_is_new_and_reads_back_as_it_was():
     mix = JobMix()
     assert not mix.is_due
     for _ in range(100):
-        mix.add(spec())
-    mix.add(spec(memory=40 * GIB, compute=500))
+        mix.add(shape())
+    mix.add(shape(memory=40 * GIB, compute=500))
     assert mix.is_due
     record = decode(Mix, encode(mix.record(START_MS)))
     assert record.lines == (line(WHOLE, 100), line(HALF, 1)), "the commonest first"
@@ -68,17 +73,17 @@ def test_the_record_is_due_once_a_tenth_is_new_and_reads_back_as_it_was():
     assert (again.counts, again.seen, again.until_ms, again.is_due) == (mix.counts, 101, START_MS, False)
     for _ in range(12):
         assert not again.is_due
-        again.add(spec())
+        again.add(shape())
     assert again.is_due
 
 
 def test_old_demand_fades_and_rare_kinds_lose_their_part_together():
     mix = JobMix()
     for cpu in range(1, 201):
-        mix.add(spec(gpus=8, cpu=cpu))  # two hundred kinds of one size, each seen once
-    mix.add(spec(count=MOST_TASKS - 200))
+        mix.add(shape(gpus=8, cpu=cpu))  # two hundred kinds of one size, each seen once
+    mix.add(shape(count=MOST_TASKS - 200))
     assert mix.counts.total() == MOST_TASKS
-    mix.add(spec(count=2))
+    mix.add(shape(count=2))
     of_eight = Counter({kind: n for kind, n in mix.counts.items() if kind.gpus == 8})
     assert of_eight.total() == 100, "half of them, though half of one is nothing"
     assert mix.counts[WHOLE] == (MOST_TASKS - 198) // 2
@@ -88,7 +93,7 @@ def test_old_demand_fades_and_rare_kinds_lose_their_part_together():
 def test_kinds_without_end_are_not_kept():
     mix = JobMix()
     for cpu in range(1, 3 * MOST_KINDS):
-        mix.add(spec(cpu=cpu))
+        mix.add(shape(cpu=cpu))
         assert len(mix.counts) <= MOST_KINDS
 
 
