@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve, frozen
 
-from coordinator.nodes import NodeView, Piece, Row
+from coordinator.gpus import Piece
+from coordinator.nodes import NodeView, Row
 from coordinator.snapshot import TaskShape
 from coordinator.usage import NO_USE, Use
 from coordinator.worth import Worth

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from coordinator.fit import Fit, after
 from coordinator.freeing_kernels import NEVER_MS, SOON_MS, UNKNOWN_MS
+from coordinator.gpus import Piece
 from coordinator.model import Job
-from coordinator.nodes import NodeView, Piece, Row
+from coordinator.nodes import NodeView, Row
 from coordinator.placement import Draft, Spot
 from coordinator.snapshot import TaskShape
 
@@ -81,15 +81,14 @@ def _until(job: Job) -> tuple[int, bool]:
     return job.allocation.allocated_at_ms + left_ms, False
 
 
-# By view: a node that nothing happened to is not looked through again in each cycle.
-_LEASES: WeakKeyDictionary[NodeView, list[Lease]] = WeakKeyDictionary()
-_OUTLOOKS: WeakKeyDictionary[NodeView, tuple[int, int, int]] = WeakKeyDictionary()
+# What is kept with a view: a node that nothing happened to is not looked through again in each cycle.
+_LEASES, _OUTLOOK = "leases", "outlook"
 
 
 def _leases_of(view: NodeView) -> list[Lease]:
-    known = _LEASES.get(view)
+    known: list[Lease] | None = view.kept.get(_LEASES)
     if known is None:
-        places = {gpu.gpu.uuid: n for n, gpu in enumerate(view.gpus)}
+        places = {gpu.uuid: n for n, gpu in enumerate(view.facts.gpus)}
         busy_milli = sum(piece.compute_milli for use in view.uses for piece in use.placement.slices)
         known = []
         for use in view.uses:
@@ -102,7 +101,7 @@ def _leases_of(view: NodeView) -> list[Lease]:
             size = placed.cpu_milli, placed.memory_mib
             known.append(Lease(busy_milli, view.name, use.attempt_key, pieces, *size, *_until(use.job)))
         known.sort()
-        _LEASES[view] = known
+        view.kept[_LEASES] = known
     return known
 
 
@@ -138,7 +137,8 @@ class Holdings:
         the others from now on, and how busy the node is at least for one of them."""
         view = self.draft.views[node]
         uses, taken = view.uses, self.taken.get(node, ())
-        if not taken and (known := _OUTLOOKS.get(view)):
+        known: tuple[int, int, int] | None = view.kept.get(_OUTLOOK)
+        if not taken and known is not None:
             return known
         fixed = moving = NEVER_MS
         for job in (*[use.job for use in uses], *[job for job, _ in taken]):
@@ -150,8 +150,8 @@ class Holdings:
         if taken:
             return fixed, moving, 0
         busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
-        _OUTLOOKS[view] = fixed, moving, busy_milli
-        return fixed, moving, busy_milli
+        view.kept[_OUTLOOK] = known = fixed, moving, busy_milli
+        return known
 
     def holders(self, node: str) -> list[Holder]:
         """In their order."""

@@ -30,10 +30,11 @@ from coordinator.fairness import STARVED_AFTER, Policy
 from coordinator.fit import Fit, after
 from coordinator.freeing_kernels import UNKNOWN_MS
 from coordinator.gangs import NO_LIMIT, place
+from coordinator.gpus import Piece
 from coordinator.lifecycle import REFUSED_SECONDS
 from coordinator.lineup import Line, Shapes
 from coordinator.model import Job, TaskPlacement
-from coordinator.nodes import OTHER_THAN, Piece, Row
+from coordinator.nodes import OTHER_THAN, Row
 from coordinator.placement import Draft, Spot
 from coordinator.queues import is_overdue
 from coordinator.snapshot import Shape, Snapshot, TaskShape

@@ -23,8 +23,9 @@ from attrs import evolve, frozen
 from coordinator import gang_kernels
 from coordinator import kernels as k
 from coordinator.fit import Fit, after, use_of
+from coordinator.gpus import Piece
 from coordinator.lineup import Lineups
-from coordinator.nodes import Constraints, NodeBuild, NodeView, Piece, Row
+from coordinator.nodes import Constraints, NodeBuild, NodeView, Row
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.tables import (
     ISOLATIONS,

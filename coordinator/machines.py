@@ -14,20 +14,20 @@ from types import MappingProxyType
 from attrs import define, field
 
 from coordinator import model
+from coordinator.gpus import NodeFacts, Use
 from coordinator.model import Job, NodeAdmin, Task, TaskPlacement, TaskState
 from coordinator.node_clocks import NodeClocks
 from coordinator.nodes import (
     NodeBuild,
     NodeStatus,
     NodeView,
-    Use,
     ViewLog,
     build_of,
 )
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
 from coordinator.totals import Totals
-from coordinator.views import NodeFacts, view_node, with_report, with_uses
+from coordinator.views import view_node, with_report, with_uses
 from vgpu.inventory import NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
@@ -189,7 +189,8 @@ class Machines:
         """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""
         if task.state is TaskState.EXITED and task.released:
             ended_ms = now_ms if task.ended_at_ms is None else task.ended_at_ms
-            self._machine(task.node).released[task.attempt_key] = ended_ms
+            machine = self._machine(task.node)
+            machine.released = {**machine.released, task.attempt_key: ended_ms}  # views have the one before
             self.news += 1
 
     def grant_seen(self, node: str, job: str, attempt: int) -> None:
@@ -371,7 +372,6 @@ class Machines:
             inventory=machine.inventory,
             report=machine.report,
             admin=machine.admin,
-            build=machine.build,
             missing_since_ms=machine.missing_since_ms,
             unreadable=self._closing(name),
             claimed_twice=self._claimed_twice(machine, now_ms, lost_ms) if self._contested else frozenset(),
@@ -379,7 +379,7 @@ class Machines:
             silent_together=len(self._silence.held) if name in self._silence.held else 0,
         )
         if touched is None or before is None:
-            return view_node(facts, machine.uses, now_ms, lost_ms)
+            return view_node(facts, machine.build, machine.uses, now_ms, lost_ms)
         return with_uses(before, facts, tuple(machine.uses), touched, now_ms, lost_ms)
 
     def _claimed_twice(self, machine: _Machine, now_ms: int, lost_ms: int) -> frozenset[str]:

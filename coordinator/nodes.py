@@ -10,25 +10,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attrs import evolve, field, frozen
-from msgspec import Struct
 from msgspec.structs import replace
 
-from coordinator.model import Job, NodeAdmin, TaskPlacement
-from vgpu.inventory import Gpu, GpuReport, NodeInventory, NodeReport
+from coordinator.gpus import GpuView, NodeFacts, Piece, Use, gpu_views
+from coordinator.model import NodeAdmin
+from vgpu.inventory import Gpu, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
-from vgpu.slices import Slice
 from vgpu.topology import Location, NodeTopology, TopologyCosts, node_topology
 
 # Labels of a node that must be equal.
 Constraints = tuple[tuple[str, str], ...]
 # Stands for a label in a constraint: any node but the named one. No user can name it, since it is not printable.
 OTHER_THAN = "\0other-than"
-
-# What a driver and its persistence daemon keep on an idle GPU whose processes cannot be listed.
-DRIVER_CONTEXT_MIB = 512
 
 
 class NodeStatus(enum.Enum):
@@ -39,46 +35,6 @@ class NodeStatus(enum.Enum):
     UNKNOWN = "unknown"
     LOST = "lost"
     CLOSED = "closed"
-
-
-class Use(Struct, frozen=True, order=True, gc=False):
-    """One task of a live job on a node, the `number`th of its allocation. Uses are in the order of their first fields,
-    which stand here too, since to look them up in the job costs a node of many jobs more than everything else."""
-
-    id: str
-    task: int
-    number: int
-    job: Job
-    placement: TaskPlacement
-
-    @property
-    def attempt_key(self) -> str:
-        return f"{self.id}.{self.job.attempt}.{self.task}"
-
-
-class GpuView(Struct, frozen=True, gc=False):
-    """One GPU with what is on it. Free figures are 0 and never negative; `closed` says why nothing may be placed.
-    `uses` are the tasks with a slice of it; `foreign_memory_mib` is used by processes that are none of ours."""
-
-    gpu: Gpu
-    memory_free_mib: int
-    compute_free_milli: int
-    uses: tuple[Use, ...] = ()
-    foreign_memory_mib: int = 0
-    closed: Reason | None = None
-    report: GpuReport | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Open, with nobody on it: a whole-card job may have it."""
-        return self.closed is None and not self.uses and self.foreign_memory_mib == 0
-
-    @property
-    def slices(self) -> list[tuple[Use, Slice]]:
-        """Who holds what of it."""
-        return [
-            (use, piece) for use in self.uses for piece in use.placement.slices if piece.gpu == self.gpu.uuid
-        ]
 
 
 @frozen(cache_hash=True)
@@ -111,15 +67,6 @@ def build_of(inventory: NodeInventory, costs: TopologyCosts) -> NodeBuild:
     )
     topology = node_topology(inventory, costs)
     return NodeBuild(kinds, topology, inventory.isolations, inventory.cpu_milli, inventory.memory_mib)
-
-
-class Piece(NamedTuple):
-    """What is left of one GPU, and the isolations of the slices that are on it. Nothing is left of a closed one."""
-
-    memory_mib: int
-    compute_milli: int
-    sharing: tuple[str, ...] = ()
-    is_open: bool = True
 
 
 class Row(NamedTuple):
@@ -159,22 +106,51 @@ def full_row(build: NodeBuild) -> Row:
 
 @frozen(eq=False)
 class NodeView:
-    """A node in a snapshot. `missing_since_ms`: when this coordinator first saw no report of it."""
+    """A node in a snapshot. `uses` are the tasks of live jobs there, `occupied` those that may still be on a GPU though no
+    live job holds it for them, beside what its own report says."""
 
-    name: str
-    inventory: NodeInventory | None
-    report: NodeReport | None
-    admin: NodeAdmin | None
+    facts: NodeFacts
     row: Row
     status: NodeStatus
     status_reason: Reason | None
-    missing_since_ms: int | None
     labels: Mapping[str, str]
     location: Location
-    gpus: tuple[GpuView, ...]
-    cpu_free_milli: int
-    memory_free_mib: int
     uses: tuple[Use, ...]
+    occupied: Mapping[str, Sequence[str]] = field(factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def inventory(self) -> NodeInventory | None:
+        return self.facts.inventory
+
+    @property
+    def report(self) -> NodeReport | None:
+        return self.facts.report
+
+    @property
+    def admin(self) -> NodeAdmin | None:
+        return self.facts.admin
+
+    @property
+    def cpu_free_milli(self) -> int:
+        return self.row.cpu_milli
+
+    @property
+    def memory_free_mib(self) -> int:
+        return self.row.memory_mib
+
+    @cached_property
+    def gpus(self) -> tuple[GpuView, ...]:
+        views = gpu_views(self.facts, self.uses)
+        return tuple([_occupied(view, self.occupied) for view in views]) if self.occupied else views
+
+    @cached_property
+    def kept(self) -> dict[object, Any]:
+        """For whoever derives more from the view than stands in it: each under a key of its own."""
+        return {}
 
     @property
     def topology(self) -> NodeTopology:
@@ -214,23 +190,28 @@ class NodeView:
     @property
     def gpu_memory_mib(self) -> int:
         """All the GPU memory that the node could ever give out."""
-        return sum(view.gpu.memory_mib for view in self.gpus if not view.gpu.unavailable)
+        return sum(gpu.memory_mib for gpu in self.facts.gpus if not gpu.unavailable)
 
     @property
     def gpu_compute_milli(self) -> int:
-        return sum(view.gpu.compute_milli for view in self.gpus if not view.gpu.unavailable)
+        return sum(gpu.compute_milli for gpu in self.facts.gpus if not gpu.unavailable)
 
 
 def with_occupied(view: NodeView, tasks: Mapping[str, Sequence[str]]) -> NodeView:
     """The view with these GPUs closed, each for tasks that may still use it though no live job holds it for them."""
-    gpus, pieces = list(view.gpus), list(view.row.pieces)
-    for place, gpu in enumerate(view.gpus):
-        found = tasks.get(gpu.gpu.uuid)
-        if found and gpu.closed is None:
-            reason = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.gpu.uuid, *found))
-            gpus[place] = replace(gpu, memory_free_mib=0, compute_free_milli=0, closed=reason)
-            pieces[place] = Piece(0, 0, pieces[place].sharing, False)
-    return evolve(view, gpus=tuple(gpus), row=view.row._replace(pieces=tuple(pieces)))
+    pieces = tuple(
+        Piece(0, 0, piece.sharing, False) if tasks.get(gpu.uuid) else piece
+        for gpu, piece in zip(view.facts.gpus, view.row.pieces, strict=True)
+    )
+    return evolve(view, occupied=tasks, row=view.row._replace(pieces=pieces))
+
+
+def _occupied(gpu: GpuView, tasks: Mapping[str, Sequence[str]]) -> GpuView:
+    found = tasks.get(gpu.gpu.uuid)
+    if not found or gpu.closed is not None:
+        return gpu
+    reason = Reason(ReasonCode.GPU_OCCUPIED, subjects=(gpu.gpu.uuid, *found))
+    return replace(gpu, memory_free_mib=0, compute_free_milli=0, closed=reason)
 
 
 @frozen(eq=False)

@@ -203,9 +203,7 @@ class Draft:
         task, found = spot.task, spot.found
         slices: tuple[Slice, ...] = ()
         if found.gpus:
-            inventory = self.views[spot.node].inventory
-            assert inventory is not None
-            cards, request, names = inventory.gpus, task.gpus, found.isolations
+            cards, request, names = self.views[spot.node].facts.gpus, task.gpus, found.isolations
             slices = tuple([cut(request, cards[gpu], names[at]) for at, gpu in enumerate(found.gpus)])
         return TaskPlacement(spot.number, spot.node, slices, task.cpu_milli, task.memory_mib)
 

@@ -220,7 +220,7 @@ def _gang_never(shape: Shape, snapshot: Snapshot, allowed: Sequence[NodeView]) -
     numbers = {
         "tasks": shape.task_count,
         "gpus": shape.gpu_count,
-        "cluster_gpus": sum(1 for view in allowed for gpu in view.gpus if not gpu.gpu.unavailable),
+        "cluster_gpus": sum(1 for view in allowed for gpu in view.facts.gpus if not gpu.unavailable),
         "cpu_milli": shape.cpu_milli,
         "cluster_cpu_milli": sum(view.cpu_milli for view in allowed),
     }

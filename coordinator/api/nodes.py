@@ -12,8 +12,9 @@ from coordinator.api.context import Api, api_of, caller_of
 from coordinator.api.problems import bad_parameter, not_found, refused, unavailable
 from coordinator.api.queries import body_object, known_only, page_limit
 from coordinator.api.views import View, link_views
+from coordinator.gpus import GpuView
 from coordinator.model import NodeAdmin
-from coordinator.nodes import GpuView, NodeView
+from coordinator.nodes import NodeView
 from coordinator.store import KeyValue, Put, unchanged
 from vgpu.sentences import sentence
 

@@ -173,6 +173,19 @@ def test_a_report_after_the_end_that_still_has_it_counts():
     assert closed(w) is ReasonCode.GPU_OCCUPIED
 
 
+def test_a_view_tells_of_its_gpus_what_was_so_when_it_was_taken_however_late_it_is_asked():
+    w = World(node("n1", gpus=1))
+    w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
+    before = w.cluster.snapshot(w.now_ms)
+    ended = task(
+        running("j", "n1", [piece("GPU-n1-0")]), 0, TaskState.EXITED, ended_at_ms=w.now_ms, released=True
+    )
+    w.see(model.TaskSeen(ended))
+    assert w.cluster.snapshot(w.now_ms).nodes["n1"].gpus[0].closed is None
+    [then] = before.nodes["n1"].gpus
+    assert (then.closed.code, then.memory_free_mib) == (ReasonCode.GPU_OCCUPIED, 0)
+
+
 # --- identity ---
 
 

@@ -166,7 +166,7 @@ async def test_et1_et2_a_compacted_gap_is_made_up_for(link: Link, replica: Repli
     await ready(replica)
     await asyncio.sleep(100)  # the report's lease ends after 30 s: the node is missing from then on
     cluster = replica.cluster
-    missing_since_ms = cluster.snapshot(clock_ms()).nodes["n1"].missing_since_ms
+    missing_since_ms = cluster.snapshot(clock_ms()).nodes["n1"].facts.missing_since_ms
     assert missing_since_ms == START_MS + 30_000
     heard: list[tuple[str, bool]] = []
     resyncs: list[int] = []
@@ -195,7 +195,7 @@ async def test_et1_et2_a_compacted_gap_is_made_up_for(link: Link, replica: Repli
     free = {view.gpu.uuid: view.memory_free_mib for view in snapshot.nodes["n1"].gpus}
     assert (free["GPU-n1-0"] > 0, free["GPU-n1-1"]) == (True, 0), "the deleted job's slices are free"
     assert replica.cluster is cluster
-    assert snapshot.nodes["n1"].missing_since_ms == missing_since_ms, "no new grace period"
+    assert snapshot.nodes["n1"].facts.missing_since_ms == missing_since_ms, "no new grace period"
     assert resyncs == []
     assert sorted(heard) == sorted(
         [
