@@ -57,7 +57,6 @@ _MOST_BYTES = 512 << 20
 _OF_SHAPES = "_shapes", "_keys", "_counts", "_minima", "_compat", "_positions"
 # So many builds may be new, as GPUs fail and are well again, before those that no node has any more are forgotten.
 _MORE_BUILDS = 64
-_NEVER = 1 << 62
 _FIRST_SHAPES = 2048  # there is room for
 # So many twins there are of one purpose at most; another is made where more than one in so many nodes differs.
 _MOST_TWINS = 3
@@ -86,8 +85,6 @@ class Index:
         self.searches: tuple[dict[Any, Any], ...] = ()
         self._snapshot: Snapshot | None = None
         self._logged = 0
-        # How far the log went when a node last may have come to have more room; since then tasks were only put there.
-        self._grown = 0
         self._touched: set[int] = set()
         self._held: frozenset[str] = frozenset()
         self._others: dict[str, list[Index]] = {}
@@ -243,7 +240,7 @@ class Index:
         self._odd = np.zeros(max(1, len(nodes.views)), np.int64)
         # A ring: who is behind by more than it holds looks at all nodes.
         self._log = np.zeros(max(1024, 1 << (2 * len(nodes.views)).bit_length()), np.int64)
-        self._logged = self._grown = 0
+        self._logged = 0
         self._place_rank = nodes.whole_ranks()
         self._forget_shapes()
         self._read([(number, view, False) for number, view in enumerate(nodes.views)])
@@ -278,12 +275,10 @@ class Index:
         """Undoes what a draft did."""
         if self._touched:
             touched = np.fromiter(self._touched, np.int64, len(self._touched))
-            logged = k.restore(
+            self._logged = k.restore(
                 self._rows, self._sums, self._base, self._is_held, touched, self._builds.table, self._place,
                 self._idle_in, self._log, self._logged,
             )  # fmt: skip
-            if logged != self._logged:
-                self._logged = self._grown = logged
             for number, build in zip(touched.tolist(), self._base[touched, k.BUILD].tolist(), strict=True):
                 self._note_build(number, build)
                 self._python_rows.pop(number, None)
@@ -360,7 +355,6 @@ class Index:
     def _change(self, number: int) -> None:
         self._log[self._logged & (len(self._log) - 1)] = number
         self._logged += 1
-        self._grown = self._logged
 
     # --- the draft ---
 
@@ -394,7 +388,7 @@ class Index:
         numbers = np.array([self._nodes.number[node] for node in nodes ^ self._held], np.int64)
         self._held = nodes
         self._is_held[numbers] ^= 1
-        self._logged = self._grown = k.hold(self._rows, numbers, self._log, self._logged)
+        self._logged = k.hold(self._rows, numbers, self._log, self._logged)
 
     def row(self, node: str) -> Row:
         """What is left of the node in the draft."""
@@ -443,7 +437,7 @@ class Index:
         """Answers anew for the nodes that changed."""
         if self._positions[asked.number] != self._logged:
             self._stamp += 1
-            left = k.catch_up(*self._tables(asked.number, _NEVER))
+            left = k.catch_up(*self._tables(asked.number))
             self._fall_back(asked, left, fallback)
 
     def place(
@@ -455,7 +449,7 @@ class Index:
         self._stamp += 1
         nodes = self._nodes
         left, node, code, idle = k.place(
-            *self._tables(asked.number, self._grown),
+            *self._tables(asked.number),
             nodes.block_place, self._idle_in, nodes.name_order, taking,
         )  # fmt: skip
         if left:
@@ -470,13 +464,13 @@ class Index:
             self._python_rows.pop(node, None)
         return nodes.names[node], found, idle
 
-    def _tables(self, number: int | Table, grown: int) -> tuple[object, ...]:
+    def _tables(self, number: int | Table) -> tuple[object, ...]:
         """What `kernels.catch_up` wants for a shape."""
         return (
             self._rows, self._sums, self._shapes, number, self._builds.table, self._compat, self._labels,
             self._prices, self._cpu_prices, self._values, self._whole, self._step_mib,
             self._keys, self._counts, self._minima, self._nodes.block_of, self._nodes.block_starts,
-            self._log, self._positions, self._logged, grown, self._stamps, self._stamp, self._odd,
+            self._log, self._positions, self._logged, self._stamps, self._stamp, self._odd,
         )  # fmt: skip
 
     def _fall_back(self, asked: _Asked, left: int, fallback: Fallback) -> None:
@@ -564,7 +558,7 @@ class Index:
             self._last_numbers = np.array([*itertools.chain.from_iterable(numbers_of)], np.int64)
             self._last_counts = [len(numbers) for numbers in numbers_of]
         fits, is_left = (np.zeros(len(self._last_numbers), np.bool_) for _ in range(2))
-        k.fit_somewhere(*self._tables(self._last_numbers, self._grown), fits, is_left)
+        k.fit_somewhere(*self._tables(self._last_numbers), fits, is_left)
         self._stamp += len(fits)
         if self._odd_nodes and is_left.any():
             all_asked = [*self._asked.values()]

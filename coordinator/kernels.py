@@ -356,16 +356,11 @@ def _bound_after(
 @_compiled
 def catch_up(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, positions, last, grown, stamps, stamp, odd,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
 ):  # fmt: skip
     """Answers anew for the nodes that were logged up to `last` since the shape was asked, or for all where it never was
     (-1) or the log has forgotten some. Returns how many of them are left to the caller in `odd`, since they are of a
-    build that this page does not know.
-
-    What was refused everywhere is so still where tasks were only put on nodes since `grown`: then it is left behind, and
-    why nodes refuse is found once somebody asks with a `grown` that nothing reaches."""
-    if positions[s] >= grown and is_refused(counts, s, len(rows)):
-        return 0
+    build that this page does not know."""
     scratch = sums[len(rows), SUM_BOUNDS:]
     shape = shapes[s]
     first, positions[s] = positions[s], last
@@ -396,7 +391,7 @@ def catch_up(
 @_compiled
 def fit_somewhere(
     rows, sums, shapes, numbers, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, positions, last, grown, stamps, stamp, odd, fits, is_left,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd, fits, is_left,
 ):  # fmt: skip
     """`catch_up` for many shapes, and which of them fit; where nodes are left to the caller it must be done again."""
     for i in range(len(numbers)):
@@ -405,7 +400,7 @@ def fit_somewhere(
         if first != last:
             left = catch_up(
                 rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-                keys, counts, minima, block_of, block_starts, log, positions, last, grown, stamps, stamp + 1 + i, odd,
+                keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp + 1 + i, odd,
             )  # fmt: skip
             if left:
                 is_left[i], positions[s] = True, first
@@ -514,14 +509,14 @@ def isolation_of(kept, beside):
 @_compiled
 def place(
     rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-    keys, counts, minima, block_of, block_starts, log, positions, last, grown, stamps, stamp, odd,
+    keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
     block_place, idle_in, name_order, taking,
 ):  # fmt: skip
     """`catch_up`, `best_node` and `choose` in one, and where it is asked for `take` too: (nodes left to the caller,
     node, how the task stands there, whole GPUs of the node before)."""
     left = catch_up(
         rows, sums, shapes, s, builds, compat, labels, prices, cpu_prices, values, whole, step_mib,
-        keys, counts, minima, block_of, block_starts, log, positions, last, grown, stamps, stamp, odd,
+        keys, counts, minima, block_of, block_starts, log, positions, last, stamps, stamp, odd,
     )  # fmt: skip
     if left:
         return left, -1, np.int64(0), 0
