@@ -20,7 +20,7 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from coordinator import records
 from coordinator.model import Event, RecordUnreadable
@@ -75,7 +75,7 @@ class _Copy:
         if change.deleted:
             self.keys.pop(item.key, None)
         else:
-            self.keys[item.key] = evolve(item, value=b"") if item.value and _is_valueless(item.key) else item
+            self.keys[item.key] = item if item.key.startswith(records.GRANTS) else _without_value(item)
         if isinstance(event, RecordUnreadable):
             self.unreadable[item.key] = event.detail
             log.warning("record=%s unreadable=%s", item.key, event.detail)
@@ -128,8 +128,8 @@ class Replica:
 
     @property
     def key_values(self) -> Mapping[str, KeyValue]:
-        """Every key as it is stored, for compares and for records that the `Cluster` does not hold. The values of node
-        reports and of done/ are left out: the former are stale in seconds, the latter many."""
+        """Every key as it is stored, for compares. Values only stand with grants: of everything else the `Cluster` has
+        what is needed, and the bytes beside it would take more memory than all of that."""
         return MappingProxyType(self._copy.keys)
 
     @property
@@ -296,8 +296,8 @@ class Replica:
             self._notify()
 
 
-def _is_valueless(key: str) -> bool:
-    return key.startswith(records.DONE) or (key.endswith("/report") and key.startswith(records.NODES))
+def _without_value(item: KeyValue) -> KeyValue:
+    return KeyValue(item.key, b"", item.create_revision, item.mod_revision, item.lease)
 
 
 def _call(listener: Callable[..., None], *arguments: object) -> None:

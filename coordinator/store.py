@@ -18,7 +18,9 @@ import enum
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
+from msgspec import Struct
+from msgspec.structs import replace
 
 
 class StoreError(Exception):
@@ -53,8 +55,7 @@ class LeaseLost(StoreError):
     """The lease has expired or was revoked, and its keys are gone."""
 
 
-@frozen
-class KeyValue:
+class KeyValue(Struct, frozen=True, gc=False):
     """One key as it stood at some revision."""
 
     key: str
@@ -69,8 +70,7 @@ class CompareTarget(enum.Enum):
     MODIFIED = "mod_revision"
 
 
-@frozen
-class Compare:
+class Compare(Struct, frozen=True, gc=False):
     """One condition of a transaction: the key's revision equals `revision` (0 = the key does not exist)."""
 
     key: str
@@ -97,15 +97,13 @@ def unchanged(key: str, revision: int) -> Compare:
     return Compare(key, CompareTarget.MODIFIED, revision)
 
 
-@frozen
-class Put:
+class Put(Struct, frozen=True, gc=False):
     key: str
     value: bytes
     lease: int = 0
 
 
-@frozen
-class Delete:
+class Delete(Struct, frozen=True, gc=False):
     key: str
 
 
@@ -133,12 +131,11 @@ class Listing:
 def without_values(listing: Listing, folders: Sequence[str]) -> Listing:
     """The same, less the values of what lies under `folders`."""
     leave_out = tuple(folders)
-    items = (evolve(item, value=b"") if item.key.startswith(leave_out) else item for item in listing.items)
+    items = (replace(item, value=b"") if item.key.startswith(leave_out) else item for item in listing.items)
     return Listing(listing.revision, tuple(items))
 
 
-@frozen
-class Change:
+class Change(Struct, frozen=True, gc=False):
     """A key was put, or deleted (`value` is then empty and `mod_revision` that of the deletion)."""
 
     item: KeyValue

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.records import Endpoint, Unreadable, decode, encode, endpoint_key, inventory_key, report_key
 from coordinator.store import (
@@ -92,7 +92,7 @@ class Presence:
         inventory_stands, report_stands, _ = await self._claimable()
         lease = await self._store.grant_lease(self._lease_seconds)
         writes = [
-            evolve(put, lease=lease),
+            replace(put, lease=lease),
             Put(endpoint_key(self._node), encode(self._endpoint), lease),
         ]
         try:

@@ -23,6 +23,7 @@ from coordinator.store import (
     StoreUnavailable,
     WatchBatch,
 )
+from jobspecs.container import Grant
 from tests.builders import START_MS, job, node, piece, report, running, settings
 
 pytestmark = pytest.mark.looptime
@@ -127,18 +128,21 @@ async def test_it_folds_what_is_there_and_what_comes(link: Link, replica: Replic
     assert set(replica.cluster.live_jobs) == {"j1"}
     assert not replica.cluster.waiting_jobs
     item = replica.key_values[PLACED_AT]
-    assert (item.create_revision, item.mod_revision, item.value) == (last, last, encode(PLACED))
+    assert (item.create_revision, item.mod_revision, item.value) == (last, last, b"")
     assert QUEUED_AT not in replica.key_values
     assert link.listings == 1
 
 
-async def test_values_that_nobody_compares_are_not_kept(link: Link, replica: Replica) -> None:
+async def test_only_the_values_of_grants_are_kept(link: Link, replica: Replica) -> None:
     await put(link, (records.report_key("n1"), report("n1")))
     await ready(replica)
-    last = await put(link, (records.report_key("n1"), report("n1", START_MS + 1)))
+    grant = Grant("n1", "j1", 1, "a", (), START_MS)
+    grant_key = records.grant_key("n1", "j1", 1)
+    last = await put(link, (records.report_key("n1"), report("n1", START_MS + 1)), (grant_key, grant))
     await replica.wait_for(last)
     item = replica.key_values[records.report_key("n1")]
     assert (item.value, item.mod_revision) == (b"", last)
+    assert replica.key_values[grant_key].value == encode(grant)
 
 
 async def test_no_reader_sees_half_a_transaction(link: Link, replica: Replica) -> None:
