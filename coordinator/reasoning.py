@@ -201,17 +201,21 @@ def _task_never(task: TaskShape, rows: Sequence[Row]) -> Reason | None:
 
 
 def _larger_than_any_node(task: TaskShape, rows: Sequence[Row]) -> Reason:
-    """Beside each figure that was asked for stands the largest that any node has of it."""
-    numbers = {
-        "cpu_milli": task.cpu_milli,
-        "largest_cpu_milli": max(row.cpu_milli for row in rows),
-        "node_memory_mib": task.memory_mib,
-        "largest_node_memory_mib": max(row.memory_mib for row in rows),
-    }
-    if task.gpus.count:
-        numbers["gpus"] = task.gpus.count
-        numbers["largest_gpus"] = max(sum(_is_enough(task, gpu) for gpu in row.build.gpus) for row in rows)
-    return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, numbers)
+    """What is at fault, and beside it the largest that a node has of it: the GPUs, or on the nodes with as many of them
+    CPU and memory; where each of these would do alone, all of them."""
+    wanted = task.gpus.count
+    have = [sum(_is_enough(task, gpu) for gpu in row.build.gpus) for row in rows]
+    gpus = {"gpus": wanted, "largest_gpus": max(have)} if wanted else {}
+    if max(have) < wanted:
+        return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, gpus)
+    able = [row for row, count in zip(rows, have, strict=True) if count >= wanted]
+    most_cpu_milli, most_mib = max(row.cpu_milli for row in able), max(row.memory_mib for row in able)
+    cpu = {"cpu_milli": task.cpu_milli, "largest_cpu_milli": most_cpu_milli}
+    memory = {"node_memory_mib": task.memory_mib, "largest_node_memory_mib": most_mib}
+    at_fault = (cpu if task.cpu_milli > most_cpu_milli else {}) | (
+        memory if task.memory_mib > most_mib else {}
+    )
+    return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, at_fault or gpus | cpu | memory)
 
 
 def _gang_never(shape: Shape, snapshot: Snapshot, allowed: Sequence[NodeView]) -> Reason | None:

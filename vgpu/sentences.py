@@ -31,8 +31,9 @@ TEMPLATES: Mapping[ReasonCode, str] = {
     _C.TASK_LARGER_THAN_ANY_NODE: (
         "can never run here: one task needs more than any node has[ ({detail})]"
         "[; it needs {needed_gpus|gpus}][, the largest node has {largest_gpus}]"
-        "[; it needs {needed_cpu_milli|cpu_milli}][, the largest node has {largest_cpu_milli}]"
-        "[; it needs {needed_memory_mib|memory_mib}][, the largest node has {largest_memory_mib}]; split it into more tasks"
+        "[; it needs {needed_cpu_milli|cpu_milli}][, the largest such node has {largest_cpu_milli}]"
+        "[; it needs {needed_node_memory_mib|node_memory_mib} of memory]"
+        "[, the largest such node has {largest_node_memory_mib}]; split it into more tasks"
     ),
     _C.SLICE_LARGER_THAN_ANY_GPU: (
         "can never run here: the slice is larger than any GPU"

@@ -8,6 +8,7 @@ from coordinator import model
 from coordinator.cycle import why_never
 from tests.builders import GIB, World, gpu, job, mig, node, piece, running, spec
 from vgpu.reasons import ReasonCode as R
+from vgpu.sentences import sentence
 
 CARD = 80 * GIB
 
@@ -58,6 +59,28 @@ def test_qf2_what_can_never_run_says_why(of, code, numbers):
     assert reason is not None
     assert reason.code is code
     assert {name: reason.numbers.get(name) for name in numbers} == numbers
+
+
+@pytest.mark.parametrize(
+    ("of", "numbers", "told"),
+    [
+        (spec(gpus=9), {"gpus": 9, "largest_gpus": 8}, "it needs 9 GPUs, the largest node has 8 GPUs"),
+        (
+            spec(cpu=9000, model="A40"),
+            {"cpu_milli": 9000, "largest_cpu_milli": 8000},
+            "it needs 9 cores, the largest such node has 8 cores",
+        ),
+        (
+            spec(node_memory=1024 * GIB + 1024),
+            {"node_memory_mib": 1024 * GIB + 1024, "largest_node_memory_mib": 1024 * GIB},
+            "it needs 1049600 MiB of memory, the largest such node has 1048576 MiB",
+        ),
+    ],
+)
+def test_qf2_of_what_no_node_has_only_that_is_told_which_is_at_fault(of, numbers, told):
+    reason = why_never(of, cluster().snapshot())
+    assert reason.numbers == numbers
+    assert told in sentence(reason)
 
 
 @pytest.mark.parametrize(
