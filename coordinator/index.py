@@ -26,6 +26,7 @@ from coordinator.fit import Fit, after, use_of
 from coordinator.gpus import Piece
 from coordinator.lineup import Lineups
 from coordinator.nodes import Constraints, NodeBuild, NodeView, Row
+from coordinator.shared import Changes
 from coordinator.snapshot import Shape, Snapshot, TaskShape
 from coordinator.tables import (
     ISOLATIONS,
@@ -88,10 +89,9 @@ class Index:
         self._touched: set[int] = set()
         self._held: frozenset[str] = frozenset()
         self._others: dict[str, list[Index]] = {}
-        # Places of nodes as they were read; of a twin whose it follows, and how far it came.
-        self._reads: list[int] = []
+        self._reads: Changes[int] = Changes()  # places of nodes as they were read
         self._parent: Index | None = None
-        self._followed = self._reads, 0
+        self._followed = self._reads  # of a twin: how far it followed its parent
         self._python_rows: dict[int, Row] = {}
         self._odd_nodes: set[int] = set()
         self._builds = Builds()
@@ -162,8 +162,8 @@ class Index:
             if name not in _OF_SHAPES:
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
-        twin._others, twin._parent, twin._reads, twin.searches = {}, self, [], ()
-        twin._followed, twin._base = (self._reads, len(self._reads)), self._base
+        twin._others, twin._parent, twin._reads, twin.searches = {}, self, Changes(), ()
+        twin._followed, twin._base = self._reads, self._base
         twin._nodes = copy(self._nodes)
         twin._nodes.builds = self._nodes.builds.copy()
         twin._forget_shapes()
@@ -172,9 +172,9 @@ class Index:
     def _take_over(self, parent: Index, snapshot: Snapshot) -> None:
         """What the other one has read since."""
         assert parent._snapshot is snapshot
-        log, length = self._followed
-        numbers = set(log[length:] if log is parent._reads else range(len(self._base)))
-        self._followed = parent._reads, len(parent._reads)
+        reads = parent._reads.since(self._followed)
+        numbers = set(range(len(self._base)) if reads is None else reads)
+        self._followed = parent._reads
         self._know_builds()
         for number in numbers:
             self._read_labels(number, self._nodes.views[number])
@@ -267,9 +267,7 @@ class Index:
             del self._python_rows[number]
         self._touched.update(numbers)
         self.reread.update(numbers)
-        if len(self._reads) > 4 * len(self._base):
-            self._reads = []  # who follows takes everything over
-        self._reads += numbers
+        self._reads = self._reads.then(numbers, 4 * len(self._base))
 
     def _restore(self) -> None:
         """Undoes what a draft did."""

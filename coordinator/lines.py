@@ -7,10 +7,11 @@ finding its place and copying the line once for each snapshot. Snapshots share e
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from coordinator.model import Job
+from coordinator.shared import Changes
 from coordinator.snapshot import SEARCH_DEPTH, JobLine, LineKey, runs_at_most_ms, shape_of
 from jobspecs.spec import JobSpec
 
@@ -23,22 +24,16 @@ _LOG_PER_LINE = 4
 
 
 class TenantLines(dict[LineKey, JobLine]):
-    """The lines of a tenant as they were at one moment, and the keys of those that have changed up to then: a part of a
-    list that only grows behind it."""
+    """The lines of a tenant as they were at one moment, and the keys of those that have come, changed or gone."""
 
-    __slots__ = ("_log", "_logged")
+    __slots__ = ("changes",)
+    changes: Changes[LineKey]
 
     def __init__(self, before: TenantLines | None, keys: Iterable[LineKey]) -> None:
         """As `before`, in which these lines are to be changed at once."""
         super().__init__(before or {})
-        is_long = before is None or len(before._log) > _LOG_PER_LINE * (len(before) + _LEFT_FEW)
-        self._log: list[LineKey] = [] if before is None or is_long else before._log
-        self._log.extend(keys)
-        self._logged = len(self._log)
-
-    def since(self, earlier: TenantLines) -> Sequence[LineKey] | None:
-        """The lines that have come, changed or gone since; None where that is not known."""
-        return self._log[earlier._logged : self._logged] if self._log is earlier._log else None
+        changes = Changes[LineKey]() if before is None else before.changes
+        self.changes = changes.then(keys, _LOG_PER_LINE * (len(self) + _LEFT_FEW))
 
 
 class _Line:

@@ -283,7 +283,7 @@ def _moved(front: Front, before: Order, order: Order) -> Front:
 def _changed(lines: Lines, before: Lines) -> Collection[LineKey]:
     """The keys of lines that may differ."""
     if isinstance(lines, TenantLines) and isinstance(before, TenantLines):
-        known = lines.since(before)
+        known = lines.changes.since(before.changes)
         if known is not None:
             return known
     return [key for key in {**before, **lines} if lines.get(key) is not before.get(key)]

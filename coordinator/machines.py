@@ -24,6 +24,7 @@ from coordinator.nodes import (
     ViewLog,
     build_of,
 )
+from coordinator.shared import Changes
 from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
 from coordinator.totals import Totals
@@ -84,8 +85,8 @@ class Machines:
         self._stale: dict[str, set[str] | None] = {}
         self._renewed: dict[str, None] = {}  # their views only lack the figures of the newest report
         self._views: dict[str, NodeView] = {}
-        self._changed_views: list[str] = []
-        self._log = ViewLog(MappingProxyType(self._views), self._changed_views, 0)
+        self._changed_views: list[str] = []  # that the log does not have yet
+        self._log = ViewLog(MappingProxyType(self._views), Changes())
         self._claims: dict[str, tuple[str, ...]] = {}  # GPU -> the nodes that have it
         self._contested: set[str] = set()  # the GPUs that several have
         self._builds: dict[NodeBuild, NodeBuild] = {}
@@ -357,9 +358,9 @@ class Machines:
         self._changed_views.append(name)
 
     def _end_change(self) -> None:
-        if len(self._changed_views) > _LOG_PER_NODE * (len(self._views) + 100):
-            self._changed_views = []
-        self._log = ViewLog(MappingProxyType(self._views), self._changed_views, len(self._changed_views))
+        changes = self._log.changes.then(self._changed_views, _LOG_PER_NODE * (len(self._views) + 100))
+        self._changed_views.clear()
+        self._log = ViewLog(MappingProxyType(self._views), changes)
 
     def _view(self, name: str, touched: Collection[str] | None, now_ms: int, lost_ms: int) -> NodeView | None:
         machine, before = self._machines[name], self._views.get(name)

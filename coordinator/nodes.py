@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from coordinator.gpus import GpuView, NodeFacts, Piece, Use, gpu_views
 from coordinator.model import NodeAdmin
+from coordinator.shared import Changes
 from vgpu.inventory import Gpu, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
 from vgpu.topology import Location, NodeTopology, TopologyCosts, node_topology
@@ -216,15 +217,12 @@ def _occupied(gpu: GpuView, tasks: Mapping[str, Sequence[str]]) -> GpuView:
 
 @frozen(eq=False)
 class ViewLog:
-    """The views of all nodes, and which of them changed: the first `length` of `names`, a list that later logs share and
-    that only grows."""
+    """The views of all nodes, and the names of those that have come, changed or gone."""
 
     views: Mapping[str, NodeView]
-    names: Sequence[str]
-    length: int
+    changes: Changes[str]
 
     def since(self, earlier: ViewLog) -> Collection[str] | None:
-        """The nodes that have come, changed or gone between that one and this. None: so much that nobody knows."""
-        if earlier.names is not self.names or earlier.length > self.length:
-            return None
-        return dict.fromkeys(self.names[earlier.length : self.length]).keys()
+        """Each of them once. None: so much that nobody knows."""
+        names = self.changes.since(earlier.changes)
+        return None if names is None else dict.fromkeys(names).keys()

@@ -1,4 +1,5 @@
-"""Mappings that snapshots share with the state of the cluster, at a cost that does not grow with their size.
+"""What snapshots share with the state of the cluster at a cost that does not grow with its size: mappings, and lists of
+what has changed from one to the next.
 
 Nothing is copied. What is lent reads the state's own dict, and beside it what has changed since: before an entry
 changes, the newest mapping that was lent notes what stood there. An older one looks through the notes of all that were
@@ -10,7 +11,7 @@ notes after it, and a note is made before its entry changes: so who saw a new en
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -19,6 +20,29 @@ V = TypeVar("V")
 
 # What stands in a note for an entry that there was none of.
 _NONE: Any = object()
+
+
+class Changes(Generic[K]):
+    """What has changed up to one moment, in order: the beginning of a list that only grows behind it."""
+
+    __slots__ = ("_keys", "_length")
+
+    def __init__(self, keys: list[K] | None = None) -> None:
+        self._keys: list[K] = [] if keys is None else keys
+        self._length = len(self._keys)
+
+    def then(self, keys: Iterable[K], most: int) -> Changes[K]:
+        """With these too, of the newest there is. Beyond `most` the list begins anew."""
+        known = self._keys if self._length <= most else []
+        known.extend(keys)
+        return Changes(known)
+
+    def since(self, earlier: Changes[K]) -> Sequence[K] | None:
+        """What has changed between that moment and this one. None where that is not known: the list began anew, or it was
+        no earlier one."""
+        if self._keys is not earlier._keys or earlier._length > self._length:
+            return None
+        return self._keys[earlier._length : self._length]
 
 
 class Shared(Generic[K, V]):

@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 
-from coordinator.shared import Shared
+from coordinator.shared import Changes, Shared
 
 
 @pytest.mark.parametrize("name", [str, lambda n: (str(n), n % 3)], ids=["names", "tuples"])
@@ -128,3 +128,15 @@ def test_odd_names_are_names() -> None:
     for name in ("", "\ud800", "\0", "x" * 10_000):
         shared[name] = len(name)
         assert shared.lend()[name] == len(name)
+
+
+def test_changes_between_two_moments_until_there_are_too_many() -> None:
+    first = Changes[int]()
+    second = first.then([1, 2], 3)
+    third = second.then([2, 3], 3)
+    assert (second.since(first), third.since(first), third.since(second)) == ([1, 2], [1, 2, 2, 3], [2, 3])
+    assert third.since(third) == []
+    assert first.since(second) is None, "a later one"
+    anew = third.then([4], 3)
+    assert [anew.since(earlier) for earlier in (first, second, third)] == [None] * 3
+    assert anew.then([5], 3).since(anew) == [5]
