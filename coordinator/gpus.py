@@ -184,7 +184,7 @@ def _held_elsewhere(facts: NodeFacts, on: Mapping[str, _Slices]) -> dict[str, tu
         return {}
     held: dict[str, set[str]] = {}
     granted: dict[str, set[str]] = {}
-    for attempt_key, uuid in _present(facts.report):
+    for attempt_key, uuid in present(facts.report):
         if uuid not in on or facts.released.get(attempt_key, -1) >= facts.report.at_ms:
             continue
         if uuid not in granted:
@@ -194,7 +194,7 @@ def _held_elsewhere(facts: NodeFacts, on: Mapping[str, _Slices]) -> dict[str, tu
     return {uuid: tuple(sorted(keys)) for uuid, keys in held.items()}
 
 
-def _present(report: NodeReport) -> Iterator[tuple[str, str]]:
+def present(report: NodeReport) -> Iterator[tuple[str, str]]:
     """(attempt, GPU) of everything of ours that the node saw."""
     for attempt_key, uuids in report.held.items():
         yield from ((attempt_key, uuid) for uuid in uuids)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from attrs import define, field
 
 from coordinator import model
-from coordinator.gpus import NodeFacts, Use
+from coordinator.gpus import NodeFacts, Use, present
 from coordinator.model import Job, NodeAdmin, Task, TaskPlacement, TaskState
 from coordinator.node_clocks import NodeClocks
 from coordinator.nodes import (
@@ -180,18 +180,23 @@ class Machines:
         machine = self._machines.get(placement.node)
         if machine is None:
             return self._machine(placement.node)
-        gpus = self._stale.setdefault(placement.node, set())
-        if gpus is not None:
-            for piece in placement.slices:
-                gpus.add(piece.gpu)
+        self._change(placement.node, [piece.gpu for piece in placement.slices])
         return machine
+
+    def _change(self, node: str, gpus: Iterable[str]) -> None:
+        """Something changed about these GPUs alone."""
+        known = self._stale.setdefault(node, set())
+        if known is not None:
+            known.update(gpus)
 
     def task_seen(self, task: Task, now_ms: int) -> None:
         """Remembers confirmed ends, by the node's clock, to tell stale reports from true ones."""
         if task.state is TaskState.EXITED and task.released:
             ended_ms = now_ms if task.ended_at_ms is None else task.ended_at_ms
-            machine = self._machine(task.node)
+            machine = self._machines.get(task.node) or self._machine(task.node)
             machine.released = {**machine.released, task.attempt_key: ended_ms}  # views have the one before
+            if gpus := [gpu for attempt, gpu in _present(machine) if attempt == task.attempt_key]:
+                self._change(task.node, gpus)
             self.news += 1
 
     def grant_seen(self, node: str, job: str, attempt: int) -> None:
@@ -262,7 +267,13 @@ class Machines:
     def _report(self, report: NodeReport, now_ms: int) -> None:
         machine = self._machines.get(report.node)
         before = machine.report if machine is not None else None
-        if machine is None or before is None or machine.released or _decides(before) != _decides(report):
+        if (
+            machine is None
+            or before is None
+            or _decides(before) != _decides(report)
+            # An end that was confirmed may be denied by a newer report.
+            or (machine.released and any(attempt in machine.released for attempt, _ in present(report)))
+        ):
             machine = self._machine(report.node)
             self.news += 1
             if before is None:
@@ -400,6 +411,10 @@ class Machines:
         if machine.report is not None or machine.missing_since_ms is None or name in self._silence.held:
             return False
         return now_ms - machine.missing_since_ms >= lost_ms
+
+
+def _present(machine: _Machine) -> Iterable[tuple[str, str]]:
+    return present(machine.report) if machine.report is not None else ()
 
 
 def _record_id(key: str) -> RecordId:

@@ -161,12 +161,16 @@ def test_lk10_a_report_older_than_a_confirmed_end_says_nothing_about_it():
     assert w.cycle() == ["k"], "free at once, not after the next report"
 
 
-def test_a_report_after_the_end_that_still_has_it_counts():
+@pytest.mark.parametrize("was_reported_before", [False, True])
+def test_a_report_after_the_end_that_still_has_it_counts(was_reported_before):
     w = World(node("n1", gpus=1))
     w.submit(job("j"), job("k", 1))
     w.cycle()
+    if was_reported_before:
+        w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
     w.now = 4
     w.end("j")
+    assert closed(w) is None
     w.now = 5
     w.see(model.ReportSeen(report("n1", w.now_ms, held={"j.1.0": ("GPU-n1-0",)})))
     assert w.cycle() == []
