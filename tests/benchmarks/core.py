@@ -11,7 +11,8 @@ ten is tied to a model, three priorities, 100 tenants. Modes:
 
 Placements a second count snapshot and cycle; `with_events` also what the store's watch would deliver: each submitted
 job and each placement applied. `cpu_us_per_placement` is processor time, which a neighbour disturbs less. One core
-is used; run it pinned (`taskset -c 0`) on a noisy machine. All figures are with the settings' own policy.
+is used; run it pinned (`taskset -c 0`) on a noisy machine. Each run is a process of its own, so that `rss_mib` is the
+most that one such cluster took. All figures are with the settings' own policy.
 
 With several sizes it also draws how cost grows, `build/bench/core.png`.
 
