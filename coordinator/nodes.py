@@ -20,6 +20,7 @@ from coordinator.model import NodeAdmin
 from coordinator.shared import Changes
 from vgpu.inventory import Gpu, NodeInventory, NodeReport
 from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import Slice
 from vgpu.topology import Location, NodeTopology, TopologyCosts, node_topology
 
 # Labels of a node that must be equal.
@@ -142,6 +143,12 @@ class NodeView:
     @property
     def memory_free_mib(self) -> int:
         return self.row.memory_mib
+
+    @property
+    def slices(self) -> list[Slice]:
+        """What live jobs hold of the GPUs that it has."""
+        have = {gpu.uuid for gpu in self.facts.gpus}
+        return [piece for use in self.uses for piece in use.placement.slices if piece.gpu in have]
 
     @cached_property
     def gpus(self) -> tuple[GpuView, ...]:

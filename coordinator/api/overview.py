@@ -125,7 +125,8 @@ async def get_cluster(request: web.Request) -> web.Response:
     known_only(request, ())
     api = api_of(request)
     snapshot = api.snapshot()
-    gpus = [view for node in snapshot.nodes.values() for view in node.gpus]
+    gpus = [gpu for node in snapshot.nodes.values() for gpu in node.facts.gpus]
+    granted = [piece for node in snapshot.nodes.values() for piece in node.slices]
     item = await api.store.get(records.LEADER)
     try:
         leader = records.decode(records.Leadership, item.value) if item else None
@@ -136,10 +137,10 @@ async def get_cluster(request: web.Request) -> web.Response:
             (node.status.value for node in snapshot.nodes.values()), [status.value for status in NodeStatus]
         ),
         "gpus": len(gpus),
-        "memory_mib": sum(view.gpu.memory_mib for view in gpus),
-        "memory_granted_mib": sum(piece.memory_mib for view in gpus for _, piece in view.slices),
-        "compute_milli": sum(view.gpu.compute_milli for view in gpus),
-        "compute_granted_milli": sum(piece.compute_milli for view in gpus for _, piece in view.slices),
+        "memory_mib": sum(gpu.memory_mib for gpu in gpus),
+        "memory_granted_mib": sum(piece.memory_mib for piece in granted),
+        "compute_milli": sum(gpu.compute_milli for gpu in gpus),
+        "compute_granted_milli": sum(piece.compute_milli for piece in granted),
         "jobs": job_counts(api),
         "leader": {"id": leader.id, "address": leader.address, "since": time_text(leader.since_ms)}
         if leader

@@ -16,7 +16,7 @@ most that one such cluster took. All figures are with the settings' own policy.
 
 With several sizes it also draws how cost grows, `build/bench/core.png`.
 
-    NODES=500,1000,4000,10000  WAITING=100000  MODES=arrivals,steady  DEPARTURES=200  RUNS=1  SHAPES=openb|many
+    NODES=500,1000,4000,10000  WAITING=100000  MODES=arrivals,steady  DEPARTURES=1000  RUNS=1  SHAPES=openb|many
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def main() -> None:
     nodes = [int(n) for n in (os.environ.get("NODES") or "500,1000").split(",")]
     modes = (os.environ.get("MODES") or "arrivals,backlog,single,steady").split(",")
     waiting = int(os.environ.get("WAITING") or 5000)
-    departures = int(os.environ.get("DEPARTURES") or 200)
+    departures = int(os.environ.get("DEPARTURES") or 1000)
     runs = int(os.environ.get("RUNS") or 1)
     many = os.environ.get("SHAPES") == "many"
     rows: list[record.Row] = []
