@@ -33,6 +33,8 @@ from vgpu.reasons import Reason
 
 T = TypeVar("T")
 CATCH_UP_SECONDS = 2.0
+# More jobs than this are looked through in a thread, since other requests wait meanwhile.
+MANY_JOBS = 5_000
 # Nodes are silent or lost by the time that passes, so a snapshot ages even where nothing was written.
 _SNAPSHOT_MS = 1000
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from aiohttp import web
 
@@ -15,13 +15,13 @@ from coordinator.gauges import Gauges, counted, replica_gauges, single
 
 async def get_metrics(request: web.Request) -> web.Response:
     api = api_of(request)
-    body, content_type = await api.metrics.render(_gauges(api), request.headers.get("Accept", ""))
+    snapshot = api.snapshot()
+    gauges = _gauges(api, snapshot, await job_counts(snapshot))
+    body, content_type = await api.metrics.render(gauges, request.headers.get("Accept", ""))
     return text_answer(body, content_type)
 
 
-def _gauges(api: Api) -> Iterator[Gauges]:
-    snapshot = api.snapshot()
-    states = job_counts(api)
+def _gauges(api: Api, snapshot: Snapshot, states: Mapping[str, int]) -> Iterator[Gauges]:
     yield Gauges(
         "serai_jobs",
         "Jobs by the state that is shown",

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
-from coordinator.api.context import Api, Found, api_of, caller_of
+from coordinator.api.context import MANY_JOBS, Api, Found, api_of, caller_of
 from coordinator.api.problems import bad_parameter, unavailable
 from coordinator.api.queries import known_only, one_of, page_limit
 from coordinator.api.views import View, job_view
@@ -21,8 +21,6 @@ from vgpu.reasons import Reason
 LIST_PARAMETERS = ("tenant", "state", "name", "id_prefix", "limit", "cursor", "sort")
 _STATES = tuple(state.value for state in JobState)
 _CANCEL_ROUNDS = 10
-# Above this many jobs a list is filtered and sorted in a thread, since other requests wait meanwhile.
-_LONG_LIST = 5_000
 
 
 def view_of(api: Api, found: Found, reason: Reason | None = None) -> View:
@@ -73,7 +71,7 @@ async def list_jobs(request: web.Request) -> web.Response:
     revision = api.revision
     jobs = list(api.jobs())
     try:
-        found, next_cursor = await asyncio.to_thread(chosen) if len(jobs) > _LONG_LIST else chosen()
+        found, next_cursor = await asyncio.to_thread(chosen) if len(jobs) > MANY_JOBS else chosen()
     except CursorInvalid as error:
         raise bad_parameter(
             "cursor", "the next_cursor of this list", query.get("cursor"), str(error)
