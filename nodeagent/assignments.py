@@ -61,7 +61,8 @@ class Assignments:
         self._mods: dict[TaskKey, int] = {}
         self._must_reread = False
         self._revision = 0
-        # Tasks of which it may yet be told that they have ended, by a write whose answer was lost.
+        # Tasks of which it may yet be told that they run or have ended: by a write whose answer was lost, or by one that
+        # the agent before this one has under way, for what it found when it began.
         self.in_doubt: set[TaskKey] = set()
         self.is_known = False
         self.grants: dict[Attempt, SeenGrant] = {}
@@ -128,6 +129,12 @@ class Assignments:
             # Nobody took them back: this is another store, or an older state of it. Orphans have their grace.
             log.warning("the store went back from revision %d to %d", self._revision, listing.revision)
         self.in_doubt = {key for key in self.in_doubt if (key.job, key.attempt) in self.grants}
+        if not self.is_known:
+            self.in_doubt.update(
+                TaskKey(seen.grant.job, seen.grant.attempt, container.task)
+                for seen in self.grants.values()
+                for container in seen.grant.containers
+            )
         self._revision = listing.revision
         self.is_known = True
         self._changed()

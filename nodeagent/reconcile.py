@@ -1,7 +1,8 @@
 """What a node must do so that it matches its grants: a pure function from what is known to a list of actions.
 
     granted, not there, never ran        steps first, then Start                (steps failed: EXITED, released)
-    granted, not there, has run          EXITED: it vanished; it never starts a second time
+    granted, not there, has run          EXITED: it vanished; it never starts a second time, and a start that is under
+                                         way is called off
     granted, runs                        RUNNING; Stop when the grant is stopping
     granted, ended                       EXITED; `released` once no process of it is left on its GPUs (GH-9)
     stopping, not there                  EXITED without an exit code, released
@@ -115,7 +116,7 @@ def _granted(
     elif task is None:
         yield from _missing(view, seen, container, key, record)
     elif task.state is Observed.CREATED:
-        yield from _created(view, seen, container, key)
+        yield from _created(view, seen, container, key, record)
     elif task.state is Observed.RUNNING:
         yield from _running(view, seen, container, key, task)
     else:
@@ -140,14 +141,14 @@ def _missing(
     view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey, record: Task | None
 ) -> Iterator[Action]:
     if key in view.starting:
-        if seen.grant.stopping:
+        if seen.grant.stopping or _has_run(record):
             yield Stop(key, container.stop_grace_seconds)
         else:
             yield from _write(view, seen, _task(view, key, TaskState.STARTING))
         return
     if key in view.busy:
         return
-    if record is not None and record.state in (TaskState.RUNNING, TaskState.EXITED):
+    if record is not None and _has_run(record):
         yield from _write(view, seen, _vanished(view, key, container, record))
         return
     failure = view.failures.get(key)
@@ -165,21 +166,33 @@ def _missing(
         yield from _start(view, seen, container, key)
 
 
-def _created(view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey) -> Iterator[Action]:
-    """It exists and never ran: the launch is under way, or an agent died in the middle of it (EX-5)."""
+def _has_run(record: Task | None) -> bool:
+    return record is not None and record.state in (TaskState.RUNNING, TaskState.EXITED)
+
+
+def _created(
+    view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey, record: Task | None
+) -> Iterator[Action]:
+    """It exists and never ran: the launch is under way, or an agent died in the middle of it (EX-5). If the record says
+    that it has run, that was on a machine which has lost it since."""
     if key in view.starting:
-        yield from _missing(view, seen, container, key, None)
+        yield from _missing(view, seen, container, key, record)
     elif key in view.busy:
         return
-    elif seen.grant.stopping or key in view.failures or _cannot_start(view, container) is not None:
+    elif (
+        seen.grant.stopping
+        or _has_run(record)
+        or key in view.failures
+        or _cannot_start(view, container) is not None
+    ):
         yield Remove(key)
     elif _may_start(view, container):
         yield from _start(view, seen, container, key)
 
 
 def _start(view: View, seen: SeenGrant, container: ContainerSettings, key: TaskKey) -> Iterator[Action]:
-    """What may yet be told to have ended, and so to be free, is not started before its record is written once more:
-    from then on that can no longer land."""
+    """What may yet be told to run, or to have ended and so to be free, is not started before its record is written once
+    more: from then on that can no longer land."""
     starting = _task(view, key, TaskState.STARTING)
     if key in view.in_doubt:
         yield WriteTask(starting, seen.create_revision)

@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 from msgspec.structs import replace
 
 from coordinator.model import Task, TaskState
 from coordinator.records import decode, encode, grant_key, task_key
 from coordinator.store import MemoryStore, Put, StoreUncertain
-from jobspecs.container import Grant
+from jobspecs.container import ContainerSettings, Grant
 from nodeagent.assignments import Assignments
 from nodeagent.runner import TaskKey
 from nodeagent.view import WriteTask
 from tests.fakes import FlakyStore
+from vgpu.isolation.settings import GpuSettings
 
+KEY = TaskKey("j1", 1, 0)
+CONTAINER = ContainerSettings(0, "image:1", ("true",), {}, GpuSettings(), 1000, 64, 16, 7, {})
 PREPARED = Task("j1", 1, 0, "n1", TaskState.PREPARED)
 NEVER_RAN = replace(PREPARED, state=TaskState.EXITED, released=True)
 
@@ -69,8 +72,45 @@ async def test_an_end_whose_answer_was_lost_is_in_doubt_until_the_record_is_writ
     granted.store.late_requests = 1
     with pytest.raises(StoreUncertain):
         await granted.assignments.write([WriteTask(NEVER_RAN, granted.revision)], {})
-    assert granted.assignments.in_doubt == {TaskKey("j1", 1, 0)}
+    assert granted.assignments.in_doubt == {KEY}
     await granted.assignments.write([WriteTask(PREPARED, granted.revision)], {})
     assert not granted.assignments.in_doubt
     assert granted.woken.is_set()  # what waited for it may be started
     assert [late.succeeded for late in await granted.store.deliver()] == [False]
+
+
+async def test_what_an_agent_finds_when_it_begins_is_in_doubt_until_its_record_is_written() -> None:
+    """Seed 710539 of the simulation: on a machine that had lost everything a task was being started anew when RUNNING
+    of the former agent landed."""
+    store = FlakyStore(MemoryStore(lambda: 0.0))
+    grant = Grant("n1", "j1", 1, "a", (CONTAINER,), 0)
+    revision = (await store.txn([], [Put(grant_key("n1", "j1", 1), encode(grant))])).revision
+
+    async def following(assignments: Assignments, woken: asyncio.Event) -> asyncio.Task[None]:
+        task = asyncio.create_task(assignments.follow())
+        await woken.wait()
+        woken.clear()
+        return task
+
+    woken = asyncio.Event()
+    former = Assignments(store, "n1", 128, woken.set)
+    task = await following(former, woken)
+    store.late_requests = 1
+    with pytest.raises(StoreUncertain):
+        await former.write([WriteTask(replace(PREPARED, state=TaskState.RUNNING), revision)], {})
+    task.cancel()
+
+    assignments = Assignments(store, "n1", 128, woken.set)
+    task = await following(assignments, woken)
+    assert assignments.in_doubt == {KEY}
+    await assignments.write([WriteTask(replace(PREPARED, state=TaskState.STARTING), revision)], {})
+    assert not assignments.in_doubt
+    assert woken.is_set()
+    assert [late.succeeded for late in await store.deliver()] == [False]
+
+    woken.clear()
+    await store.txn([], [Put(grant_key("n1", "j2", 1), encode(evolve(grant, job="j2")))])
+    await woken.wait()
+    assert ("j2", 1) in assignments.grants
+    assert not assignments.in_doubt, "nobody was here before for what comes later"
+    task.cancel()

@@ -113,6 +113,18 @@ def test_a_stop_during_the_start_calls_it_off() -> None:
     assert reconcile(under_way) == (Stop(KEY, 7),)
 
 
+@pytest.mark.parametrize("state", [TaskState.RUNNING, TaskState.EXITED])
+def test_what_turns_out_to_have_run_before_is_not_started_again(state: TaskState) -> None:
+    """Seed 710539: the record of it landed while the machine, which had lost its containers, was starting it anew."""
+    has_run = {"records": {KEY: record(state)}}
+    under_way = {"busy": frozenset({KEY}), "starting": frozenset({KEY})}
+    created = {"observed": (observed(Observed.CREATED),)}
+    assert reconcile(view(**has_run, **under_way)) == (Stop(KEY, 7),)
+    assert reconcile(view(**has_run, **under_way, **created)) == (Stop(KEY, 7),)
+    assert reconcile(view(**has_run, **created)) == (Remove(KEY),)
+    assert written(reconcile(view(**has_run))).state is TaskState.EXITED
+
+
 def test_a_failed_launch_ends_the_task_and_frees_its_slices_lk_2() -> None:
     failure = Failure("launch_failed", "no such device", NOW - 5)
     task = written(reconcile(view(failures={KEY: failure})))
