@@ -158,7 +158,8 @@ def _reason(job: Job, ended: list[Task], stop_asked_ms: int) -> Reason:
         own = [task for task in own if task.ended_at_ms is not None and task.ended_at_ms <= stop_asked_ms]
         if not own:
             return job.stop
-    task = min(own or ended, key=lambda task: (task.ended_at_ms or 0, task.task), default=None)
+    bad = [task for task in ended if is_bad_end(task)]
+    task = min(own or bad or ended, key=lambda task: (task.ended_at_ms or 0, task.task), default=None)
     if task is None:
         return job.stop or Reason(ReasonCode.LAUNCH_FAILED, detail="the nodes say nothing of it")
     return _task_reason(task)

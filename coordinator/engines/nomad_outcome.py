@@ -147,7 +147,7 @@ def _ended(task: Task, allocation: AllocationSeen) -> Task:
     if failure is not None:
         return _not_started(task, failure.type, failure.details or {}, failure.display_message)
     if killed is not None or state.started_at is None:
-        return _stopped_early(task, state)
+        return _stopped_early(task, state, allocation.is_wanted)
     return replace(task, fault=ReasonCode.NODE_LOST.value, detail="Nomad kept no record of how it ended")
 
 
@@ -181,10 +181,13 @@ def _not_started(task: Task, kind: str, details: Mapping[str, str], shown: str) 
     return replace(task, fault=fault.value, detail=text[:_LONGEST_DETAIL])
 
 
-def _stopped_early(task: Task, state: TaskStateSeen) -> Task:
-    """Killed before it ran, or without a word about how it went."""
+def _stopped_early(task: Task, state: TaskStateSeen, is_wanted: bool) -> Task:
+    """Killed before it ran, or without a word about how it went. Where it is still wanted its node is at fault."""
     last = state.events[-1].display_message if state.events else ""
-    return replace(task, detail=last[:_LONGEST_DETAIL])
+    if not is_wanted:
+        return replace(task, detail=last[:_LONGEST_DETAIL])
+    fault = ReasonCode.LAUNCH_FAILED if state.started_at is None else ReasonCode.TASK_VANISHED
+    return replace(task, fault=fault.value, detail=(last or "Nomad ended it by itself")[:_LONGEST_DETAIL])
 
 
 def _as_sibling(task: Task, copies: Sequence[AllocationSeen], seen: AttemptSeen, was_lost: bool) -> Task:

@@ -49,6 +49,11 @@ class AllocationSeen(msgspec.Struct, frozen=True, rename="pascal"):
     task_states: dict[str, TaskStateSeen] | None = None
 
     @property
+    def is_wanted(self) -> bool:
+        """Nobody has asked for its end: neither we nor anybody else."""
+        return self.desired_status == "run"
+
+    @property
     def is_ended(self) -> bool:
         """Its client has said that nothing of it is left. `lost` is only the server's opinion."""
         return self.client_status in (COMPLETE, FAILED)

@@ -223,3 +223,18 @@ def test_times_with_and_without_digits_and_gos_zero() -> None:
     assert time_ms("1970-01-01T00:00:01Z") == 1000
     assert time_ms("1970-01-01T00:00:01.5Z") == 1500
     assert (time_ms(None), time_ms(""), time_ms("0001-01-01T00:00:00Z")) == (None, None, None)
+
+
+def test_what_nomad_ends_though_it_is_wanted_did_not_end_by_itself() -> None:
+    """Seed 714539 of the simulation: a machine came back, and what had yet to start there was over."""
+    killing, never = {"Type": "Killing"}, {"StartedAt": None, "FinishedAt": None}
+    judged_so = {
+        (False, "run"): "launch_failed",
+        (True, "run"): "task_vanished",
+        (False, "stop"): "",
+        (True, "stop"): "",
+    }
+    for (has_run, desired), fault in judged_so.items():
+        state = {} if has_run else never
+        task = judged(allocation("complete", killing, state=state, DesiredStatus=desired))
+        assert (task.state, task.exit_code, task.fault) == (TaskState.EXITED, None, fault), (has_run, desired)

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Protocol, TypeVar
 
 from attrs import define, field
+from msgspec.structs import replace
 
 from coordinator.config import Settings
 from coordinator.engines.nomad import NomadEngine, NomadSettings
@@ -166,6 +167,11 @@ class NomadServer:
     def _tell_listener(self, queue: asyncio.Queue[frozenset[str]], job_id: str) -> None:
         if not self.loses_events:
             queue.put_nowait(frozenset({job_id}))
+
+    def shown(self, copy: Copy) -> AllocationSeen:
+        registration = self.registrations.get(copy.job_id)
+        is_wanted = registration is not None and not registration.stop and copy in registration.copies
+        return copy.seen if is_wanted else replace(copy.seen, desired_status="stop")
 
     def restart(self) -> None:
         """Streams break, and whoever listens anew hears old events again."""
@@ -373,7 +379,10 @@ class SimulatedNomadApi:
         return await self._call(look)
 
     async def job_allocations(self, id: str) -> Sequence[AllocationSeen]:
-        return await self._call(lambda: tuple(copy.seen for copy in self._server.copies if copy.job_id == id))
+        server = self._server
+        return await self._call(
+            lambda: tuple(server.shown(copy) for copy in server.copies if copy.job_id == id)
+        )
 
     async def job_evaluations(self, id: str) -> Sequence[EvaluationSeen]:
         def look() -> tuple[EvaluationSeen, ...]:
@@ -397,7 +406,7 @@ class SimulatedNomadApi:
                 pass
             finally:
                 server.changed.remove(changed)
-        return await self._call(lambda: (tuple(copy.seen for copy in server.copies), server.index))
+        return await self._call(lambda: (tuple(map(server.shown, server.copies)), server.index))
 
     async def settled(self, evaluation: str) -> EvaluationSeen | None:
         await asyncio.sleep(0.2)

@@ -244,6 +244,20 @@ def test_a_failed_task_stops_its_siblings_and_its_own_code_is_told():
     assert end.after.reason == Reason(ReasonCode.EXIT_CODE, {"task": 1, "exit_code": 3}, ("n2",))
 
 
+def test_a_task_that_ended_well_is_never_why_a_job_ended_badly():
+    """Seed 714539 of the simulation: the engine had ended one of the gang without a word; the other one's exit code 0
+    was told as the reason, and the job was not started again."""
+    w = world(gang())
+    one = w.live("g")
+    w.see(model.TaskSeen(task(one, 1, T.EXITED, exit_code=None)))
+    [stop] = w.settle()
+    assert stop.after.stop == Reason(ReasonCode.SIBLING_FAILED, {"task": 1})
+    w.see(model.TaskSeen(task(one, 0, T.EXITED, exit_code=0, started_at_ms=START_MS, ended_at_ms=START_MS)))
+    [end] = w.settle()
+    assert end.after.state is S.PENDING
+    assert end.after.reason == Reason(ReasonCode.LAUNCH_FAILED, {"task": 1}, ("n2",))
+
+
 def test_a_task_alone_has_no_siblings_to_stop():
     w = world(running("j", "n1", [piece("GPU-n1-0")]))
     w.see(model.TaskSeen(task(w.live("j"), 0, T.EXITED, exit_code=3, released=False)))
