@@ -249,7 +249,7 @@ def test_a_task_that_ended_well_is_never_why_a_job_ended_badly():
     was told as the reason, and the job was not started again."""
     w = world(gang())
     one = w.live("g")
-    w.see(model.TaskSeen(task(one, 1, T.EXITED, exit_code=None)))
+    w.see(model.TaskSeen(task(one, 1, T.EXITED, exit_code=None, ended_at_ms=START_MS + 1000)))
     [stop] = w.settle()
     assert stop.after.stop == Reason(ReasonCode.SIBLING_FAILED, {"task": 1})
     w.see(model.TaskSeen(task(one, 0, T.EXITED, exit_code=0, started_at_ms=START_MS, ended_at_ms=START_MS)))
