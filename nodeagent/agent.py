@@ -288,10 +288,15 @@ class Agent:
             self._report_now.clear()
 
     async def _report(self) -> None:
+        """What is there now and not at the last pass, and what is being started: after a pause in which its attempts were
+        given up, the node is open to others as soon as it says that nothing holds its GPUs."""
         assert self._view is not None
-        tasks = {task.key: task for task in self._view.observed}
+        starting = self._operations.starting_on  # before the look: what has started by then is in it
+        observed = await self._observe()
+        view = self._view if observed is None else evolve(self._view, observed=observed)
+        tasks = {task.key: task for task in view.observed}
         await self._monitor.measure(self._runner.attempt_of, tasks)
-        view = evolve(self._view, gpus=self._monitor.availability(), on_gpu=self._monitor.on_gpu())
+        view = evolve(view, gpus=self._monitor.availability(), on_gpu=self._monitor.on_gpu())
         if self._monitor.condemned:
             self._wake.set()
         await self._write_inventory()
@@ -301,13 +306,14 @@ class Agent:
         unreadable = tuple(
             f"grant {job}.{attempt}: {text}" for (job, attempt), text in self._assignments.unreadable.items()
         )
+        there = {key: task.gpus for key, task in held(view).items()}
         await self._presence.report(
             NodeReport(
                 node=self._identity.name,
                 sequence=self._sequence,
                 at_ms=self._clock_ms(),
                 gpus=self._gpu_reports(view),
-                held={str(key): task.gpus for key, task in held(view).items()},
+                held={str(key): gpus for key, gpus in {**starting, **there}.items()},
                 cpu_used_milli=cpu_milli,
                 memory_used_mib=memory_mib,
                 warnings=(*facts, *self._monitor.warnings, *unreadable),

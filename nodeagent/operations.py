@@ -38,6 +38,7 @@ class Operations:
     stops: dict[TaskKey, int] = field(factory=dict)
     _steps_failed: dict[StepId, tuple[str, int]] = field(factory=dict)
     _starts: dict[TaskKey, asyncio.Task[None]] = field(factory=dict)
+    _gpus: dict[TaskKey, tuple[str, ...]] = field(factory=dict)  # of what is being started, and maybe of more
     _others: dict[TaskKey, asyncio.Task[None]] = field(factory=dict)
     _step_tasks: dict[StepId, asyncio.Task[None]] = field(factory=dict)
     _gate: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(STARTS_IN_FLIGHT))
@@ -45,6 +46,11 @@ class Operations:
     @property
     def starting(self) -> frozenset[TaskKey]:
         return frozenset(self._starts)
+
+    @property
+    def starting_on(self) -> dict[TaskKey, tuple[str, ...]]:
+        """The GPUs that what is being started will have."""
+        return {key: self._gpus[key] for key in self._starts}
 
     @property
     def busy(self) -> frozenset[TaskKey]:
@@ -70,6 +76,8 @@ class Operations:
                 await self.runner.start(action.seen.grant, action.container)
 
         if action.key not in self.busy:
+            self._gpus = self.starting_on
+            self._gpus[action.key] = tuple(piece.gpu for piece in action.container.slices)
             self._run(self._starts, action.key, launch())
 
     def stop(self, key: TaskKey, grace_seconds: int, allowed: Callable[[], Awaitable[bool]]) -> None:

@@ -114,8 +114,9 @@ class GpuReport(Struct, frozen=True, gc=False):
 
 class NodeReport(Struct, frozen=True, gc=False):
     """What a node measured in one monitoring period. `held` names every `<job>.<attempt>.<task>` of ours that still
-    exists on the machine, granted or not, with the UUIDs of its GPUs: a GPU in it is not free for anyone else. `closed`
-    says why the node can start nothing now (its container engine does not answer), empty when it can."""
+    exists on the machine or is being started, granted or not, with the UUIDs of its GPUs: a GPU in it is not free for
+    anyone else. `closed` says why the node can start nothing now (its container engine does not answer), empty when it
+    can."""
 
     node: str
     sequence: int
