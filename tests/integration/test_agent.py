@@ -208,6 +208,19 @@ async def test_the_inventory_and_the_report_say_what_there_is(world: World) -> N
     assert inventory.simulated
 
 
+async def test_what_is_being_started_is_held_in_the_report(world: World) -> None:
+    """Seed 714586 of the simulation: an agent that had been paused said that nothing was there, and started it."""
+    world.make_runner = lambda: SlowRunner("n1", "serai", world.folder / "tasks")
+    async with world.agent():
+        await world.grant(world.container(*SLEEP))
+        report = await world.until_report(lambda report: report.held)
+        assert report.held == {f"{JOB}.1.0": (world.gpu,)}
+        await world.until_report(lambda later: later.sequence > report.sequence)
+        task = await world.task()
+        assert task is not None
+        assert task.state is TaskState.STARTING
+
+
 async def test_what_has_ended_is_not_held_in_the_next_report_lk_10(world: World) -> None:
     async with world.agent():
         await world.grant(world.container("sh", "-c", "sleep 0.5"))
@@ -492,6 +505,13 @@ class StuckRunner(ProcessRunner):
             await asyncio.sleep(0.5)
             raise StopUnconfirmed("it is in state D")
         await super().stop(key, grace_seconds)
+
+
+class SlowRunner(ProcessRunner):
+    """A start takes for ever."""
+
+    async def start(self, grant: Grant, container: ContainerSettings) -> None:
+        await asyncio.Event().wait()
 
 
 class DownRunner(ProcessRunner):
