@@ -253,9 +253,8 @@ async def test_a_launch_that_fails_is_told_and_frees_its_slices_lk_2(world: Worl
         await world.grant(world.container("no-such-program"), world.container(*SLEEP, task=1))
         failed = await world.until_task(TaskState.EXITED)
         await world.until_task(TaskState.RUNNING, 1)
-        report = await world.until_report(lambda report: report.held)
+        await world.until_report(lambda report: list(report.held) == [f"{JOB}.1.1"])
     assert (failed.exit_code, failed.released) == (127, True)
-    assert list(report.held) == [f"{JOB}.1.1"]
 
 
 async def test_a_restarted_agent_adopts_what_runs_rr_1_rr_2(world: World) -> None:
@@ -380,6 +379,7 @@ async def test_a_lost_answer_and_a_late_write_do_not_undo_a_newer_record(world: 
 async def test_a_second_machine_of_the_same_name_is_refused_id_1(world: World) -> None:
     async with world.agent():
         await world.grant(world.container(*SLEEP))
+        await world.until_task(TaskState.RUNNING)
         await world.until_report(lambda report: report.held)
         inventory = await world.inventory()
         with pytest.raises(NodeNameTaken, match="n1"):
