@@ -306,14 +306,16 @@ class Agent:
         unreadable = tuple(
             f"grant {job}.{attempt}: {text}" for (job, attempt), text in self._assignments.unreadable.items()
         )
-        there = {key: task.gpus for key, task in held(view).items()}
+        failed = self._operations.failures
+        there = {key: gpus for key, gpus in starting.items() if key not in failed}
+        there |= {key: task.gpus for key, task in held(view).items()}
         await self._presence.report(
             NodeReport(
                 node=self._identity.name,
                 sequence=self._sequence,
                 at_ms=self._clock_ms(),
                 gpus=self._gpu_reports(view),
-                held={str(key): gpus for key, gpus in {**starting, **there}.items()},
+                held={str(key): gpus for key, gpus in there.items()},
                 cpu_used_milli=cpu_milli,
                 memory_used_mib=memory_mib,
                 warnings=(*facts, *self._monitor.warnings, *unreadable),
