@@ -85,20 +85,18 @@ class GpuView(Struct, frozen=True, gc=False):
 
 
 def gpu_views(facts: NodeFacts, uses: Sequence[Use]) -> tuple[GpuView, ...]:
-    reports = {report.uuid: report for report in facts.report.gpus} if facts.report else {}
-    views = []
-    for gpu, there, left in _looked_at(facts, uses, facts.gpus):
-        free_mib, free_milli, foreign_mib, closed = left
-        views.append(
-            GpuView(gpu, free_mib, free_milli, tuple(there), foreign_mib, closed, reports.get(gpu.uuid))
+    return tuple(
+        GpuView(gpu, free_mib, free_milli, tuple(there), foreign_mib, closed, report)
+        for gpu, there, report, (free_mib, free_milli, foreign_mib, closed) in _looked_at(
+            facts, uses, facts.gpus
         )
-    return tuple(views)
+    )
 
 
 def pieces(facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]) -> list[Piece]:
     """Of these GPUs of the node."""
     found = []
-    for _, there, (free_mib, free_milli, _, closed) in _looked_at(facts, uses, gpus):
+    for _, there, _, (free_mib, free_milli, _, closed) in _looked_at(facts, uses, gpus):
         sharing = _sharing(frozenset([piece.isolation for _, piece in there])) if there else ()
         found.append(_piece(free_mib, free_milli, sharing, closed is None))
     return found
@@ -121,8 +119,8 @@ _Left = tuple[int, int, int, Reason | None]
 
 def _looked_at(
     facts: NodeFacts, uses: Sequence[Use], gpus: Sequence[Gpu]
-) -> Iterator[tuple[Gpu, _Slices, _Left]]:
-    """Each of the GPUs, the slices of it, and what is left."""
+) -> Iterator[tuple[Gpu, _Slices, GpuReport | None, _Left]]:
+    """Each of the GPUs, the slices of it, what it reported, and what is left."""
     on: dict[str, _Slices] = {gpu.uuid: [] for gpu in gpus}
     for use in uses:
         for piece in use.placement.slices:
@@ -132,7 +130,7 @@ def _looked_at(
     held = _held_elsewhere(facts, on)
     for gpu in gpus:
         there = on[gpu.uuid]
-        yield gpu, there, _left(gpu, there, reports, held, facts.claimed_twice)
+        yield gpu, there, reports.get(gpu.uuid), _left(gpu, there, reports, held, facts.claimed_twice)
 
 
 def _left(

@@ -29,7 +29,7 @@ from coordinator.silence import MassSilence
 from coordinator.snapshot import ClusterSettings
 from coordinator.totals import Totals
 from coordinator.views import view_node, with_report, with_uses
-from vgpu.inventory import NodeInventory, NodeReport
+from vgpu.inventory import Gpu, NodeInventory, NodeReport
 
 # What a record that cannot be read was: (folder, name in it).
 RecordId = tuple[str, str]
@@ -61,6 +61,10 @@ class _Machine:
     def free(self, job: str) -> None:
         if self.jobs.pop(job, None) is not None:
             self.uses = [use for use in self.uses if use.id != job]
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.inventory.gpus if self.inventory is not None else ()
 
     @property
     def is_missed(self) -> bool:
@@ -241,7 +245,7 @@ class Machines:
 
     def _inventory(self, node: str, inventory: NodeInventory | None, now_ms: int) -> None:
         machine = self._machine(node)
-        before = {gpu.uuid for gpu in machine.inventory.gpus} if machine.inventory else set()
+        before = {gpu.uuid for gpu in machine.gpus}
         after = {gpu.uuid for gpu in inventory.gpus} if inventory else set()
         for uuid in before - after:
             self._claims[uuid] = tuple([name for name in self._claims[uuid] if name != node])
@@ -356,7 +360,7 @@ class Machines:
 
     def _mark_claims(self, machine: _Machine) -> None:
         """Whether the node is given up decides about its GPUs on all nodes that claim them."""
-        for gpu in machine.inventory.gpus if machine.inventory else ():
+        for gpu in machine.gpus:
             self._mark(self._claims[gpu.uuid])
 
     def _put(self, name: str, view: NodeView | None) -> None:
@@ -398,7 +402,7 @@ class Machines:
         """The GPUs of this node that another one has too, which is not given up."""
         return frozenset(
             gpu.uuid
-            for gpu in (machine.inventory.gpus if machine.inventory else ())
+            for gpu in machine.gpus
             if gpu.uuid in self._contested
             and any(
                 other != machine.name and not self._is_lost(other, now_ms, lost_ms)

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
+from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.model import Event, RecordUnreadable
@@ -75,7 +76,7 @@ class _Copy:
         if change.deleted:
             self.keys.pop(item.key, None)
         else:
-            self.keys[item.key] = item if item.key.startswith(records.GRANTS) else _without_value(item)
+            self.keys[item.key] = item if item.key.startswith(records.GRANTS) else replace(item, value=b"")
         if isinstance(event, RecordUnreadable):
             self.unreadable[item.key] = event.detail
             log.warning("record=%s unreadable=%s", item.key, event.detail)
@@ -294,10 +295,6 @@ class Replica:
             self.connected_since_ms = self._clock_ms()
             log.info("replica revision=%d connected=%s", self.revision, connected)
             self._notify()
-
-
-def _without_value(item: KeyValue) -> KeyValue:
-    return KeyValue(item.key, b"", item.create_revision, item.mod_revision, item.lease)
 
 
 def _call(listener: Callable[..., None], *arguments: object) -> None:

@@ -50,9 +50,9 @@ class View:
 
     `withdrawn`: attempts whose grant was seen to go; `unreadable`: those whose grant cannot be read, which are left alone.
     `records`: the task records that stand in the store; `in_doubt`: tasks whose record may yet say something else, since
-    the answer to a write of that was lost, or is the former agent's. `busy`: tasks with an operation under way, `starting` those among them
-    that are being started. `stops`: when each stop was first asked for. `failures`: launches that came to nothing.
-    `steps_done`, `steps_busy`, `steps_failed`: by step id.
+    the answer to a write of that was lost, or is the former agent's. `busy`: tasks with an operation under way,
+    `starting` those among them that are being started. `stops`: when each stop was first asked for. `failures`: launches
+    that came to nothing. `steps_done`, `steps_busy`, `steps_failed`: by step id.
     `gpus`: GPU -> why nothing may start on it, empty if it may; None while the GPUs cannot be read. `on_gpu`: processes
     still on a GPU, by the task they belong to. `orphans`: first sighting of each task without a grant. `condemned`: tasks
     that the node itself ends, and why (it used more than its slice). `notes`: what else was seen of a task, for the

@@ -33,8 +33,7 @@ from vgpu.reasons import Reason
 
 T = TypeVar("T")
 CATCH_UP_SECONDS = 2.0
-# More jobs than this are looked through in a thread, since other requests wait meanwhile.
-MANY_JOBS = 5_000
+_MANY_JOBS = 5_000
 # Nodes are silent or lost by the time that passes, so a snapshot ages even where nothing was written.
 _SNAPSHOT_MS = 1000
 
@@ -193,6 +192,11 @@ class Api:
 
 API: web.AppKey[Api] = web.AppKey("api", Api)
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+
+
+async def looked_through(jobs: int, look: Callable[[], T]) -> T:
+    """What `look` finds in so many jobs; in many of them in a thread, since other requests wait meanwhile."""
+    return await asyncio.to_thread(look) if jobs > _MANY_JOBS else look()
 
 
 def api_of(request: web.Request) -> Api:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, page
-from coordinator.api.context import MANY_JOBS, Api, Found, api_of, caller_of
+from coordinator.api.context import Api, Found, api_of, caller_of, looked_through
 from coordinator.api.problems import bad_parameter, unavailable
 from coordinator.api.queries import known_only, one_of, page_limit
 from coordinator.api.views import View, job_view
@@ -71,7 +70,7 @@ async def list_jobs(request: web.Request) -> web.Response:
     revision = api.revision
     jobs = list(api.jobs())
     try:
-        found, next_cursor = await asyncio.to_thread(chosen) if len(jobs) > MANY_JOBS else chosen()
+        found, next_cursor = await looked_through(len(jobs), chosen)
     except CursorInvalid as error:
         raise bad_parameter(
             "cursor", "the next_cursor of this list", query.get("cursor"), str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -12,7 +13,7 @@ from aiohttp import web
 from coordinator import records
 from coordinator.api.answers import CursorInvalid, answer, decode_cursor, dump, encode_cursor, time_text
 from coordinator.api.auth import Caller
-from coordinator.api.context import MANY_JOBS, Api, api_of, caller_of
+from coordinator.api.context import Api, api_of, caller_of, looked_through
 from coordinator.api.nodes import node_view
 from coordinator.api.problems import bad_parameter, unavailable
 from coordinator.api.queries import known_only, page_limit
@@ -157,18 +158,18 @@ async def get_cluster(request: web.Request) -> web.Response:
 
 
 async def job_counts(snapshot: Snapshot) -> dict[str, int]:
-    """Jobs by the state that is shown, in lower case. Of many in a thread, since other requests wait meanwhile."""
+    """Jobs by the state that is shown, in lower case."""
     jobs = len(snapshot.waiting_jobs) + len(snapshot.jobs) + len(snapshot.done)
-    return await asyncio.to_thread(_job_counts, snapshot) if jobs > MANY_JOBS else _job_counts(snapshot)
+    return await looked_through(jobs, partial(_job_counts, snapshot))
 
 
 def _job_counts(snapshot: Snapshot) -> dict[str, int]:
     tasks = dict(snapshot.tasks.items())
-    live = (shown_state(job, tasks.get((job.id, job.attempt), {}).values()) for job in snapshot.jobs.values())
-    others = (job.state for jobs in (snapshot.waiting_jobs, snapshot.done) for job in jobs.values())
-    return _counted(
-        (state.value.lower() for state in (*live, *others)), [state.value.lower() for state in JobState]
+    counts = Counter(job.state for jobs in (snapshot.waiting_jobs, snapshot.done) for job in jobs.values())
+    counts.update(
+        shown_state(job, tasks.get((job.id, job.attempt), {}).values()) for job in snapshot.jobs.values()
     )
+    return {state.value.lower(): counts[state] for state in JobState}
 
 
 def _counted(values: Iterable[str], names: list[str]) -> dict[str, int]:

@@ -302,7 +302,6 @@ def measured(nodes: int, mode: str, waiting: int, departures: int, seed: int, ma
     gc.set_threshold(50_000, 50, 1000)
     row: dict[str, record.Value] = {
         "nodes": nodes,
-        "shapes": 0,
         "waiting": waiting,
         "mode": mode,
         "ready_seconds": round(ready_seconds(world), 3),
