@@ -222,8 +222,9 @@ class Cluster:
         shape = self._lines.add(job).shape
         self._shares.want(job.tenant, shape.compute_milli, now_ms)
         self._waits.add(job.id, job.queued_at_ms + self._max_wait_ms)
-        for at_ms in self._may_start_ms(job):
-            self._waits.add(job.id, at_ms)
+        if job.not_before_ms or job.refused_by:
+            for at_ms in self._may_start_ms(job):
+                self._waits.add(job.id, at_ms)
         return shape
 
     def _may_start_ms(self, job: Job) -> Iterator[int]:

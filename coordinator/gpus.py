@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from attrs import field, frozen
 from msgspec import Struct
 
 from coordinator.model import Job, NodeAdmin, TaskPlacement
@@ -45,8 +44,7 @@ class Piece(NamedTuple):
     is_open: bool = True
 
 
-@frozen
-class NodeFacts:
+class NodeFacts(Struct, frozen=True, gc=False):
     """The records of a node as they were last seen, and what the cluster knows about it beside them. `claimed_twice` are
     GPUs that another node has too; `released` attempts whose end is confirmed, and since when. `silent_together`: so many
     nodes fell silent with it that it is not given up (`coordinator.silence`); 0 for a node of its own."""
@@ -58,7 +56,7 @@ class NodeFacts:
     missing_since_ms: int | None = None
     unreadable: tuple[str, ...] = ()
     claimed_twice: frozenset[str] = frozenset()
-    released: Mapping[str, int] = field(factory=dict)
+    released: Mapping[str, int] = {}
     silent_together: int = 0
 
     @property

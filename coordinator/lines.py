@@ -54,9 +54,11 @@ class _Line:
         return len(self.jobs) - self.start
 
     def add(self, job: Job) -> None:
-        self._change()
+        if self.lent is not None:
+            self._change()
         jobs, limit_ms = self.jobs, runs_at_most_ms(job)
-        self.limited += limit_ms is not None
+        if limit_ms is not None:
+            self.limited += 1
         if self.start == len(jobs) or _age(jobs[-1]) <= _age(job):
             jobs.append(job)
             if self.quickest is not None and limit_ms is not None and len(self) <= SEARCH_DEPTH:
@@ -116,11 +118,16 @@ class WaitingLines:
 
     def key_of(self, spec: JobSpec) -> LineKey:
         """Equal specs get one and the same key: plain tuples are compared many times faster than shapes."""
-        form = (
-            spec.priority,
-            tuple(sorted(spec.constraints.items())) if spec.constraints else (),
-            *[(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks],
-        )
+        form: tuple[object, ...]
+        if len(spec.tasks) == 1 and not spec.constraints:  # most jobs
+            task = spec.tasks[0]
+            form = spec.priority, task.count, task.gpus, task.cpu_milli, task.memory_mib
+        else:
+            form = (
+                spec.priority,
+                tuple(sorted(spec.constraints.items())),
+                *[(task.count, task.gpus, task.cpu_milli, task.memory_mib) for task in spec.tasks],
+            )
         key = self._keys.get(form)
         if key is None:
             if len(self._keys) >= FORMS_KEPT:

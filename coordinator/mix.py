@@ -38,7 +38,8 @@ class JobMix:
         """A job of this shape."""
         for kind, tasks in _kinds(shape):
             self._count(kind, tasks)
-        self._fade()
+        if self._total > MOST_TASKS or len(self.counts) > MOST_KINDS:
+            self._fade()
 
     def past(self, record: Mix) -> None:
         """What an earlier leader wrote, before anything else is counted. A line that is of no possible task is

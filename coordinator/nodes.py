@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coordinator.gpus import GpuView, NodeFacts, Piece, Use, gpu_views
@@ -106,8 +107,7 @@ def full_row(build: NodeBuild) -> Row:
     return Row(build, build.cpu_milli, build.memory_mib, pieces)
 
 
-@frozen(eq=False)
-class NodeView:
+class NodeView(Struct, frozen=True, eq=False, dict=True):
     """A node in a snapshot. `uses` are the tasks of live jobs there, `occupied` those that may still be on a GPU though no
     live job holds it for them, beside what its own report says."""
 
@@ -118,7 +118,7 @@ class NodeView:
     labels: Mapping[str, str]
     location: Location
     uses: tuple[Use, ...]
-    occupied: Mapping[str, Sequence[str]] = field(factory=dict)
+    occupied: Mapping[str, Sequence[str]] = {}
 
     @property
     def name(self) -> str:
@@ -211,7 +211,7 @@ def with_occupied(view: NodeView, tasks: Mapping[str, Sequence[str]]) -> NodeVie
         Piece(0, 0, piece.sharing, False) if tasks.get(gpu.uuid) else piece
         for gpu, piece in zip(view.facts.gpus, view.row.pieces, strict=True)
     )
-    return evolve(view, occupied=tasks, row=view.row._replace(pieces=pieces))
+    return replace(view, occupied=tasks, row=view.row._replace(pieces=pieces))
 
 
 def _occupied(gpu: GpuView, tasks: Mapping[str, Sequence[str]]) -> GpuView:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator.gpus import NodeFacts, Piece, Use, pieces
 from coordinator.nodes import NodeBuild, NodeStatus, NodeView, Row
@@ -79,7 +79,7 @@ def with_uses(
 
 def with_report(view: NodeView, report: NodeReport | None) -> NodeView:
     """The view with the figures of a newer report, from which nothing else follows."""
-    return evolve(view, facts=evolve(view.facts, report=report))
+    return replace(view, facts=replace(view.facts, report=report))
 
 
 def _row(facts: NodeFacts, build: NodeBuild, uses: Sequence[Use], left: tuple[Piece, ...]) -> Row:

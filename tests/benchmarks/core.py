@@ -33,6 +33,7 @@ from pathlib import Path
 from random import Random
 
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import lifecycle
 from coordinator.cluster import Cluster
@@ -274,7 +275,7 @@ def _all_changed(world: World) -> float:
     """Every node loses a little of its memory at once, between two cycles."""
     snapshot = world.cluster.snapshot(world.now_ms)
     nodes = {
-        name: evolve(view, row=view.row._replace(memory_mib=view.row.memory_mib - 1))
+        name: replace(view, row=view.row._replace(memory_mib=view.row.memory_mib - 1))
         for name, view in snapshot.nodes.items()
     }
     changed = evolve(snapshot, nodes=nodes)

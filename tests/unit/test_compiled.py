@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrs import evolve
+from msgspec.structs import replace
 
 from coordinator import freeing_kernels, gang_kernels, kernels
 from coordinator.cycle import plan_cycle
@@ -52,7 +53,7 @@ def test_a_cycle_calls_only_what_was_loaded_before():
     assert plan.placements
     assert plan.waiting
     changed = {
-        name: evolve(view, row=view.row._replace(memory_mib=view.row.memory_mib - 1))
+        name: replace(view, row=view.row._replace(memory_mib=view.row.memory_mib - 1))
         for name, view in w.snapshot().nodes.items()
     }
     plan_cycle(evolve(w.snapshot(), nodes=changed), w.policy, memo)
