@@ -30,7 +30,7 @@ from coordinator.holds import Reservation, Room, ends_by
 from coordinator.lineup import Line, Lineups, Shapes
 from coordinator.model import Allocation, Job, Standing
 from coordinator.placement import Draft, Spot
-from coordinator.queues import TenantQueue, overdue
+from coordinator.queues import TenantQueues, overdue
 from coordinator.reasoning import Waiting, why_never
 from coordinator.snapshot import Shape, Snapshot
 from coordinator.usage import NO_LIMIT
@@ -101,9 +101,10 @@ class _Cycle:
         self.lineup = (Lineups() if memo is None else memo.lineups).of(snapshot)
         self.entitlement = Entitlement(snapshot, policy, self.lineup.wanted)
         self.room = Room(Draft(snapshot, index=memo), policy)
-        self.queues: dict[str, TenantQueue] = {}
+        self.queues = TenantQueues(snapshot, self.lineup, policy.max_wait_seconds)
         self.open = ALL_LINES
         self.refusals = 0
+        self.times_all_asked = 0
         self.beside = ALL_LINES
         self.refusals_beside = 0
         self.narrowed: set[str] = set()
@@ -115,7 +116,7 @@ class _Cycle:
         turns = self._turns()
         while turns and not self._is_full and self.room.reservation is None:
             tenant = turns[0][-1]
-            head = self._queue(tenant).first()
+            head = self.queues[tenant].first()
             if head is None or not self._is_owed(*head):
                 heapq.heappop(turns)
             elif self._serve(*head, self.room.draft):
@@ -146,19 +147,21 @@ class _Cycle:
 
     def serve_everybody(self) -> None:
         """By priority, each by its tenant's order, within what the reservation leaves open to it."""
-        turns, room, asked = self._turns(), self.room, self._times_all_asked
+        turns, room, asked = self._turns(), self.room, self.times_all_asked
+        stops_borrowing = room.stops_borrowing
         while turns and not self._is_full:
-            if asked != self._times_all_asked:
-                turns, asked = self._turns(), self._times_all_asked
+            if asked != self.times_all_asked:
+                turns, asked = self._turns(), self.times_all_asked
                 continue
             tenant = turns[0][-1]
-            self._narrow(tenant)
-            head = self._queue(tenant).first(self.open)
+            if self.refusals_beside >= _MANY_REFUSALS:
+                self._narrow(tenant)
+            head = self.queues[tenant].first(self.open)
             if head is None:
                 heapq.heappop(turns)
                 continue
             line, job = head
-            is_owed = not room.stops_borrowing or self._is_owed(line, job)
+            is_owed = not stops_borrowing or self._is_owed(line, job)
             draft = room.open_to(job, is_owed)
             if draft is not None and self._serve(line, job, draft):
                 heapq.heapreplace(turns, self.standings.turn(tenant))
@@ -181,13 +184,13 @@ class _Cycle:
         spots, idle_gpus = started
         self.placements.append(self._placement(job, spots, idle_gpus, standings.standing(tenant)))
         standings.charge(tenant, Draft.charge(spots))
-        self._queue(tenant).take(job)
+        self.queues[tenant].take(job)
         return True
 
     def _refuse(self, line: Line, job: Job) -> None:
         """Its line has no chance any more, unless it only avoids nodes that others of its line may use. Each time
         that much was refused all shapes that wait are asked at once, and what has no room is looked at no more."""
-        queue, is_refused = self._queue(job.tenant), self.room.is_refused(line.shape)
+        queue, is_refused = self.queues[job.tenant], self.room.is_refused(line.shape)
         if job.refused_by and not is_refused:
             queue.pass_over(lambda other: other.refused_by != job.refused_by)
         else:
@@ -197,11 +200,12 @@ class _Cycle:
             self.refusals += 1
             if self.refusals % _MANY_REFUSALS == 0:
                 self.open &= self.room.fitting(self._waiting_shapes())
+                self.times_all_asked += 1
 
     def _pass_over(self, line: Line, job: Job, draft: Draft | None) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one. Shapes for which there
         is nothing beside it are found as `_refuse` finds those for which there is nothing at all."""
-        reservation, queue = self.room.reservation, self._queue(job.tenant)
+        reservation, queue = self.room.reservation, self.queues[job.tenant]
         if reservation is None or reservation.due_ms is None:
             queue.refuse()
             return
@@ -217,27 +221,16 @@ class _Cycle:
         """Once it is known what has room beside the reserved job, of all other lines only those with a job that ends
         in time are looked at."""
         reservation = self.room.reservation
-        if self.refusals_beside < _MANY_REFUSALS or tenant in self.narrowed or reservation is None:
+        if tenant in self.narrowed or reservation is None:
             return
         self.narrowed.add(tenant)
         if reservation.due_ms is not None:
-            self._queue(tenant).keep(self.beside, reservation.due_ms - self.snapshot.now_ms)
+            self.queues[tenant].keep(self.beside, reservation.due_ms - self.snapshot.now_ms)
 
     def _waiting_shapes(self) -> Shapes:
         """Of all tenants; those refused already too, so that the set is the same from cycle to cycle."""
         waiting = functools.reduce(operator.or_, [front.all for front in self.lineup.fronts.values()])
         return self.lineup.order.shapes(waiting)
-
-    def _queue(self, tenant: str) -> TenantQueue:
-        known = self.queues.get(tenant)
-        if known is None:
-            known = TenantQueue(self.snapshot, tenant, self.lineup, self.policy.max_wait_seconds)
-            self.queues[tenant] = known
-        return known
-
-    @property
-    def _times_all_asked(self) -> int:
-        return self.refusals // _MANY_REFUSALS
 
     @property
     def _is_full(self) -> bool:
@@ -245,8 +238,11 @@ class _Cycle:
 
     def _turns(self) -> list[tuple[bool, int, str]]:
         """Of those who may still have a chance."""
-        turn = self.standings.turn
-        turns = [turn(tenant) for tenant, front in self.lineup.fronts.items() if front.all & self.open]
+        fronts, lines, turn = self.lineup.fronts, self.open, self.standings.turn
+        if lines == ALL_LINES:
+            turns = [turn(tenant) for tenant in fronts]
+        else:
+            turns = [turn(tenant) for tenant, front in fronts.items() if front.all & lines]
         heapq.heapify(turns)
         return turns
 

@@ -225,7 +225,7 @@ class Entitlement:
         return self._shares.get(tenant, 0)
 
     def covers(self, tenant: str, held_mib: int, need_mib: int, is_starved: bool) -> bool:
-        return self._policy.is_owed(held_mib, need_mib, self.share_mib(tenant), is_starved)
+        return self._policy.is_owed(held_mib, need_mib, self._shares.get(tenant, 0), is_starved)
 
 
 class Standings:
@@ -364,4 +364,5 @@ def millionths(share: Fraction) -> int:
 
 def nearest_millionths(numerator: int, denominator: int) -> int:
     whole, rest = divmod(numerator * MILLION, denominator)
-    return whole + (2 * rest > denominator or (2 * rest == denominator and whole % 2))
+    rest *= 2
+    return whole if rest < denominator else whole + (rest > denominator or whole % 2)

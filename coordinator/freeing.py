@@ -105,6 +105,24 @@ def _leases_of(view: NodeView) -> list[Lease]:
     return known
 
 
+def _outlook_of(view: NodeView) -> tuple[int, int, int]:
+    """`Holdings.outlook`, of those who held it before."""
+    known: tuple[int, int, int] | None = view.kept.get(_OUTLOOK)
+    if known is None:
+        fixed = moving = NEVER_MS
+        busy_milli = 0
+        for use in view.uses:
+            when_ms, is_relative = _until(use.job)
+            if is_relative:
+                moving = min(moving, when_ms)
+            elif when_ms < fixed:
+                fixed = when_ms
+            for piece in use.placement.slices:
+                busy_milli += piece.compute_milli
+        known = view.kept[_OUTLOOK] = fixed, moving, busy_milli
+    return known
+
+
 def _taken_lease(job: Job, spot: Spot, draft: Draft) -> Lease:
     """`id` only orders those of one end."""
     [placed] = draft.placements([spot])
@@ -135,23 +153,17 @@ class Holdings:
     def outlook(self, node: str) -> tuple[int, int, int]:
         """What can be told of the holders without looking closely: the first end of those whose end is fixed, that of
         the others from now on, and how busy the node is at least for one of them."""
-        view = self.draft.views[node]
-        uses, taken = view.uses, self.taken.get(node, ())
-        known: tuple[int, int, int] | None = view.kept.get(_OUTLOOK)
-        if not taken and known is not None:
-            return known
-        fixed = moving = NEVER_MS
-        for job in (*[use.job for use in uses], *[job for job, _ in taken]):
+        fixed, moving, busy_milli = _outlook_of(self.draft.views[node])
+        taken = self.taken.get(node)
+        if not taken:
+            return fixed, moving, busy_milli
+        for job, _ in taken:
             when_ms, is_relative = _until(job)
             if is_relative:
                 moving = min(moving, when_ms)
             else:
                 fixed = min(fixed, when_ms)
-        if taken:
-            return fixed, moving, 0
-        busy_milli = sum([piece.compute_milli for use in uses for piece in use.placement.slices])
-        view.kept[_OUTLOOK] = known = fixed, moving, busy_milli
-        return known
+        return fixed, moving, 0
 
     def holders(self, node: str) -> list[Holder]:
         """In their order."""

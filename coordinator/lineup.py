@@ -169,7 +169,7 @@ class Order:
 
     def shapes(self, lines: int) -> Shapes:
         """The shapes of a set of lines, and maybe as many more: as long as that is true of those that were told last,
-        those."""
+        those. The same `Shapes.shapes` where only lines of known shapes are new."""
         covered, last = self._last_shapes
         if 2 * lines.bit_count() < covered.bit_count():
             covered, last = 0, Shapes((), ())
@@ -181,7 +181,8 @@ class Order:
                 shapes[shape] = None
                 covered |= self._of_shape[shape]
                 new &= ~covered
-            last = Shapes(tuple([self._of_shape[shape] for shape in shapes]), tuple(shapes))
+            same = last.shapes if len(shapes) == len(last.shapes) else tuple(shapes)
+            last = Shapes(tuple([self._of_shape[shape] for shape in shapes]), same)
             self._last_shapes = covered, last
         return last
 

@@ -197,6 +197,8 @@ class Draft:
 
     def placements(self, spots: Sequence[Spot]) -> tuple[TaskPlacement, ...]:
         """What the allocation says, with the UUIDs of the cards."""
+        if len(spots) == 1:
+            return (self._placement(spots[0]),)
         return tuple([self._placement(spot) for spot in spots])
 
     def _placement(self, spot: Spot) -> TaskPlacement:

@@ -148,3 +148,16 @@ class TenantQueue:
     def _is_left(self, job: Job) -> bool:
         is_at_rest = job.not_before_ms and not is_ready(job, self._now_ms)
         return not is_at_rest and job.id not in self._taken
+
+
+class TenantQueues(dict[str, TenantQueue]):
+    """The queues of one cycle, each made when it is first asked for."""
+
+    def __init__(self, snapshot: Snapshot, lineup: Lineup, max_wait_seconds: int) -> None:
+        super().__init__()
+        self._made_of = snapshot, lineup, max_wait_seconds
+
+    def __missing__(self, tenant: str) -> TenantQueue:
+        snapshot, lineup, max_wait_seconds = self._made_of
+        queue = self[tenant] = TenantQueue(snapshot, tenant, lineup, max_wait_seconds)
+        return queue

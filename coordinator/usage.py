@@ -141,7 +141,7 @@ class UsageLedger:
                 account.fill(at_ms, account.booked_ms, compute, memory)
             account.compute += compute
             account.memory += memory
-            self._enter(account, tenant, at_ms, Use(compute, memory), NO_USE)
+            self._enter(account, tenant, at_ms, compute, memory)
         self._new.clear()
 
     def past(self, hour: UsageHour) -> None:
@@ -159,10 +159,10 @@ class UsageLedger:
             span_ms = min(BUCKET_MS, hour.until_ms - start_ms)
             if span_ms > 0 and use != NO_USE:
                 rate = Use(use.compute // span_ms, use.memory // span_ms)
-                self._enter(account, hour.tenant, start_ms, rate, NO_USE)
+                self._enter(account, hour.tenant, start_ms, rate.compute, rate.memory)
                 # What whole numbers leave over comes at the end, so that the bucket's sum stays exact.
-                rest = use.plus(rate, -span_ms)
-                self._enter(account, hour.tenant, start_ms + span_ms, Use().plus(rate, -1), rest)
+                rest, end_ms = use.plus(rate, -span_ms), start_ms + span_ms
+                self._enter(account, hour.tenant, end_ms, -rate.compute, -rate.memory, rest)
 
     def window(self, now_ms: int) -> dict[str, Use]:
         """Each tenant's integral over [now - window, now]; tenants that held nothing in it are left out."""
@@ -215,12 +215,15 @@ class UsageLedger:
             del account.hours[hour_ms]
             account.unwritten.discard(hour_ms)
 
-    def _enter(self, account: _Account, tenant: str, at_ms: int, rate: Use, lump: Use) -> None:
-        """The leading front takes it in at once, the trailing one at the end of its minute."""
-        base_compute = lump.compute - rate.compute * at_ms
-        base_memory = lump.memory - rate.memory * at_ms
-        account.lead_compute += rate.compute
-        account.lead_memory += rate.memory
+    def _enter(
+        self, account: _Account, tenant: str, at_ms: int, compute: int, memory: int, lump: Use = NO_USE
+    ) -> None:
+        """From `at_ms` on so much more was held, and `lump` came on top. The leading front takes it in at once, the
+        trailing one at the end of its minute."""
+        base_compute = lump.compute - compute * at_ms
+        base_memory = lump.memory - memory * at_ms
+        account.lead_compute += compute
+        account.lead_memory += memory
         account.base_compute += base_compute
         account.base_memory += base_memory
         end_ms = at_ms + -at_ms % self._step_ms
@@ -231,8 +234,8 @@ class UsageLedger:
         sums = tenants.get(tenant)
         if sums is None:
             sums = tenants[tenant] = [0, 0, 0, 0]
-        sums[0] += rate.compute
-        sums[1] += rate.memory
+        sums[0] += compute
+        sums[1] += memory
         sums[2] += base_compute
         sums[3] += base_memory
 
