@@ -219,13 +219,15 @@ def filled(world: World, mode: str, jobs: Iterator[Job], count: int) -> dict[str
         plan = world.cycle()
         end, planned_cpu = time.perf_counter(), planned_cpu + time.process_time() - middle_cpu
         world.commit(plan)
-        placed += len(plan.placements)
+        found = len(plan.placements)
+        del plan  # as the scheduler lets go of a plan once it is committed, and no later cycle pays for it
+        placed += found
         planned += end - middle
-        if mode != "backlog" or placed > len(plan.placements):
+        if mode != "backlog" or placed > found:
             applied += middle - start
         applied += time.perf_counter() - end
         world.now_ms += 10
-        if world.share_given() >= FULL or (not plan.placements and (mode == "backlog" or not arrived)):
+        if world.share_given() >= FULL or (not found and (mode == "backlog" or not arrived)):
             break
     return {
         "placed": placed,
