@@ -164,7 +164,8 @@ class Cluster:
             if event.revision < self._listed.get(id, 0):
                 return
             self._listed[id] = event.revision
-        self._machines.job_readable(id)
+        if self._machines.unreadable:
+            self._machines.job_readable(id)
         before = self._jobs.now.get(id)
         if before is not None and job.allocation == before.allocation:
             self._keep(job)

@@ -79,7 +79,8 @@ class _Machine:
 
 
 class Machines:
-    """See the module. Every method that changes something marks the nodes whose views it made stale."""
+    """See the module. Every method that changes something marks the nodes whose views it made stale. `unreadable` are
+    records that cannot be read: their keys, and the nodes that those name."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._settings = settings
@@ -94,7 +95,7 @@ class Machines:
         self._claims: dict[str, tuple[str, ...]] = {}  # GPU -> the nodes that have it
         self._contested: set[str] = set()  # the GPUs that several have
         self._builds: dict[NodeBuild, NodeBuild] = {}
-        self._unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
+        self.unreadable: dict[RecordId, tuple[str, frozenset[str]]] = {}
         self.totals = Totals()  # as of the last views
         self._silence = MassSilence(settings.mass_silence_percent, settings.mass_silence_hold_seconds)
         self.clocks = NodeClocks()
@@ -107,7 +108,7 @@ class Machines:
 
     @property
     def unreadable_keys(self) -> tuple[str, ...]:
-        return tuple(sorted(key for key, _ in self._unreadable.values()))
+        return tuple(sorted(key for key, _ in self.unreadable.values()))
 
     def views(self, now_ms: int) -> tuple[ViewLog, frozenset[str], int | None]:
         """All nodes, the live jobs on nodes that are given up, and when time alone next changes a node."""
@@ -204,7 +205,7 @@ class Machines:
             self.news += 1
 
     def grant_seen(self, node: str, job: str, attempt: int) -> None:
-        if node not in self._machines or self._unreadable:
+        if node not in self._machines or self.unreadable:
             self._machine(node)
         self._machines[node].grants.add((job, attempt))
         self.readable(("grants", f"{node}/{job}.{attempt}"))
@@ -213,21 +214,20 @@ class Machines:
         machine = self._machines.get(node)
         if machine is not None:
             machine.grants.discard((job, attempt))
-            if self._unreadable or machine.is_forgotten:
+            if self.unreadable or machine.is_forgotten:
                 self._stale[node] = None
         self.readable(("grants", f"{node}/{job}.{attempt}"))
 
     def job_readable(self, job: str) -> None:
         """Its record stands where it belongs, so that what stood elsewhere under its name says nothing any more."""
-        if self._unreadable:
-            for folder in ("queue", "jobs", "done"):
-                self.readable((folder, job))
+        for folder in ("queue", "jobs", "done"):
+            self.readable((folder, job))
 
     def readable(self, record: RecordId) -> None:
         """The record can be read again, or is gone: the nodes that it closed open."""
-        if record in self._unreadable:
+        if record in self.unreadable:
             self.news += 1
-            _, nodes = self._unreadable.pop(record)
+            _, nodes = self.unreadable.pop(record)
             self._mark(nodes | self._granted(record))
 
     def _mark(self, names: Iterable[str]) -> None:
@@ -301,7 +301,7 @@ class Machines:
         nodes = {name.partition("/")[0]} if folder == "grants" and "/" in name else set()
         if folder == "jobs":
             nodes |= {machine.name for machine in self._machines.values() if record[1] in machine.jobs}
-        self._unreadable[record] = (event.key, frozenset(nodes))
+        self.unreadable[record] = (event.key, frozenset(nodes))
         for node in nodes | self._granted(record):
             self._machine(node)
 
@@ -312,12 +312,12 @@ class Machines:
         return {m.name for m in self._machines.values() if any(job == name for job, _ in m.grants)}
 
     def _closing(self, name: str) -> tuple[str, ...]:
-        if not self._unreadable:
+        if not self.unreadable:
             return ()
         return tuple(
             sorted(
                 key
-                for record, (key, nodes) in self._unreadable.items()
+                for record, (key, nodes) in self.unreadable.items()
                 if name in nodes or name in self._granted(record)
             )
         )

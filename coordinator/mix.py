@@ -8,7 +8,7 @@ they are those of the last ten thousand tasks or so. The leader writes them to t
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Iterator
 
 from coordinator.model import Mix, MixLine
 from coordinator.snapshot import Shape
@@ -28,18 +28,28 @@ class JobMix:
     record that was read."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Kind] = Counter()
+        self._counts: Counter[Kind] = Counter()
         self._total = 0
-        self.seen = 0
+        self._seen = 0
+        self._new: dict[Shape, int] = {}  # jobs that are not among them yet
         self.until_ms = 0
         self.written = 0
 
     def add(self, shape: Shape) -> None:
-        """A job of this shape."""
-        for kind, tasks in _kinds(shape):
-            self._count(kind, tasks)
-        if self._total > MOST_TASKS or len(self.counts) > MOST_KINDS:
-            self._fade()
+        """A job of this shape. It is counted when somebody looks: many come of few shapes."""
+        self._new[shape] = self._new.get(shape, 0) + 1
+        if len(self._new) > MOST_KINDS:
+            self._take_in()
+
+    @property
+    def counts(self) -> Counter[Kind]:
+        self._take_in()
+        return self._counts
+
+    @property
+    def seen(self) -> int:
+        self._take_in()
+        return self._seen
 
     def past(self, record: Mix) -> None:
         """What an earlier leader wrote, before anything else is counted. A line that is of no possible task is
@@ -64,29 +74,35 @@ class JobMix:
         )
         return Mix(now_ms, tuple(lines))
 
+    def _take_in(self) -> None:
+        if self._new:
+            for shape, jobs in self._new.items():
+                for kind, tasks in _kinds(shape):
+                    self._count(kind, tasks * jobs)
+            self._new.clear()
+            self._fade()
+
     def _count(self, kind: Kind, tasks: int) -> None:
-        before = self.counts.get(kind)
-        if tasks > 0 and (before or _is_possible(kind)):
-            counted = tasks if tasks < MOST_TASKS else MOST_TASKS
-            self.counts[kind] = counted + (before or 0)
+        if tasks > 0 and _is_possible(kind):
+            counted = min(tasks, MOST_TASKS)
+            self._counts[kind] += counted
             self._total += counted
-            self.seen += tasks
+            self._seen += tasks
 
     def _fade(self) -> None:
         """What is left over by one kind goes to the next one of its size, so that rare kinds lose together what they
         should, and not each of them everything."""
-        while self._total > MOST_TASKS or len(self.counts) > MOST_KINDS:
+        while self._total > MOST_TASKS or len(self._counts) > MOST_KINDS:
             rest, halved = 0, Counter[Kind]()
-            for kind in sorted(self.counts, key=_size):
-                half, rest = divmod(self.counts[kind] + rest, 2)
+            for kind in sorted(self._counts, key=_size):
+                half, rest = divmod(self._counts[kind] + rest, 2)
                 if half:
                     halved[kind] = half
-            self.counts, self._total = halved, halved.total()
+            self._counts, self._total = halved, halved.total()
 
 
-@lru_cache(maxsize=1 << 12)
-def _kinds(shape: Shape) -> tuple[tuple[Kind, int], ...]:
-    return tuple((kind_of(task.gpus, task.cpu_milli), task.count) for task in shape.tasks)
+def _kinds(shape: Shape) -> Iterator[tuple[Kind, int]]:
+    return ((kind_of(task.gpus, task.cpu_milli), task.count) for task in shape.tasks)
 
 
 def _is_possible(kind: Kind) -> bool:
