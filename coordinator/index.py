@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
@@ -25,9 +24,9 @@ from coordinator import kernels as k
 from coordinator.fit import Fit, after, use_of
 from coordinator.gpus import Piece
 from coordinator.lineup import Lineups
-from coordinator.nodes import Constraints, NodeBuild, NodeView, Row
+from coordinator.nodes import Constraints, NodeBuild, NodeView, Row, ViewLog
 from coordinator.shared import Changes
-from coordinator.snapshot import Shape, Snapshot, TaskShape
+from coordinator.snapshot import ClusterSettings, Shape, Snapshot, TaskShape
 from coordinator.tables import (
     ISOLATIONS,
     MEMBERS,
@@ -82,9 +81,9 @@ class Index:
         # Places of nodes that were read anew since somebody who keeps more about them took this set away.
         self.reread: set[int] = set()
         self.lineups = Lineups()
-        # What the draft that it serves keeps of it.
-        self.searches: tuple[dict[Any, Any], ...] = ()
-        self._snapshot: Snapshot | None = None
+        # Of the snapshot that it took over last, which goes with its cycle.
+        self._seen: ViewLog | None = None
+        self._settings: ClusterSettings | None = None
         self._logged = 0
         self._touched: set[int] = set()
         self._held: frozenset[str] = frozenset()
@@ -117,9 +116,9 @@ class Index:
             self._keep_half()
         if self._parent is not None:
             self._take_over(self._parent, snapshot)
-        elif self._snapshot is None or not self._follow(snapshot):
+        elif self._seen is None or not self._follow(snapshot, self._seen):
             self._rebuild(snapshot)
-        self._snapshot = snapshot
+        self._seen, self._settings = snapshot.view_log, snapshot.settings
         self._touched.difference_update([self._nodes.number[name] for name in rows or ()])
         self._restore()
         self.hold(held)
@@ -162,7 +161,7 @@ class Index:
             if name not in _OF_SHAPES:
                 is_changed = isinstance(value, np.ndarray | dict | list | set)
                 setattr(twin, name, value.copy() if is_changed else value)
-        twin._others, twin._parent, twin._reads, twin.searches = {}, self, Changes(), ()
+        twin._others, twin._parent, twin._reads = {}, self, Changes()
         twin._followed, twin._base = self._reads, self._base
         twin._nodes = copy(self._nodes)
         twin._nodes.builds = self._nodes.builds.copy()
@@ -171,7 +170,8 @@ class Index:
 
     def _take_over(self, parent: Index, snapshot: Snapshot) -> None:
         """What the other one has read since."""
-        assert parent._snapshot is snapshot
+        assert parent._seen is not None
+        assert parent._seen.views is snapshot.nodes
         reads = parent._reads.since(self._followed)
         numbers = set(range(len(self._base)) if reads is None else reads)
         self._followed = parent._reads
@@ -186,13 +186,12 @@ class Index:
         self._set_prices(worth)
         self._positions[:] = -1
 
-    def _follow(self, snapshot: Snapshot) -> bool:
+    def _follow(self, snapshot: Snapshot, seen: ViewLog) -> bool:
         """Reads anew the nodes that changed; False where so much changed that all must be read."""
-        assert self._snapshot is not None
         nodes, changed = self._nodes, []
-        if len(snapshot.nodes) != len(nodes.views) or snapshot.settings is not self._snapshot.settings:
+        if len(snapshot.nodes) != len(nodes.views) or snapshot.settings is not self._settings:
             return False
-        names = snapshot.changed_nodes(self._snapshot)
+        names = snapshot.changed_nodes(seen)
         for name in snapshot.nodes if names is None else names:
             view, number = snapshot.nodes.get(name), nodes.number.get(name, -1)
             if view is None or number < 0:
@@ -582,7 +581,7 @@ class Index:
     @property
     def is_ready(self) -> bool:
         """Whether it has seen a snapshot."""
-        return self._snapshot is not None
+        return self._seen is not None
 
     @property
     def card_mib(self) -> int:
@@ -610,7 +609,7 @@ class Index:
         self._shape_numbers: dict[Shape, tuple[int, ...]] = {}
         self._last_shapes = None
         self._constraints: dict[Constraints, int] = {}
-        nodes = len(self._nodes.views) if self._snapshot is not None or hasattr(self, "_nodes") else 0
+        nodes = len(self._nodes.views) if hasattr(self, "_nodes") else 0
         blocks = len(self._nodes.block_starts) - 1 if nodes else 0
         # What is not written takes no memory.
         widths = k.S_WIDTH, nodes, len(REASONS), blocks, len(self._builds.table)

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from attrs import field, frozen
 from msgspec import Struct
@@ -69,11 +70,6 @@ class Draft:
         self._index = index
         if index is not None:
             index.sync(snapshot, rows, held)
-            # It serves one draft at a time. The one before and its searches refer to each other: left so, they would
-            # keep their snapshot until the garbage collector came by.
-            for searches in index.searches:
-                searches.clear()
-            index.searches = self._searches, self._take_best
             return
         for name, view in self.views.items():
             self._idle_in[view.location] += self.row(name).idle_gpus
@@ -335,7 +331,7 @@ class IndexedSearch:
     """As `Search`, with the answers that the index keeps."""
 
     def __init__(self, draft: Draft, index: Index, task: TaskShape, constraints: Constraints) -> None:
-        self._draft = draft
+        self._draft: Draft = proxy(draft)  # which keeps its searches: all go at once, with their snapshot
         self._index = index
         self._task = task
         self._constraints = constraints

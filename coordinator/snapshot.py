@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from coordinator.model import Job, Task, Tenant
 from coordinator.nodes import NodeView, ViewLog
+from coordinator.shared import Changes
 from coordinator.usage import Use
 from coordinator.worth import Worth
 from jobspecs.spec import JobSpec
@@ -229,12 +230,16 @@ class Snapshot:
         views = {name: self.nodes[name].inventory for name in nodes if name in self.nodes}
         return {name: inventory for name, inventory in views.items() if inventory is not None}
 
-    def changed_nodes(self, earlier: Snapshot) -> Collection[str] | None:
+    @property
+    def view_log(self) -> ViewLog:
+        """The log of its nodes, by which it is told from an earlier one that nobody has to keep for it. One of its own
+        where these are not the nodes of `node_log`."""
+        log = self.node_log
+        return log if log is not None and log.views is self.nodes else ViewLog(self.nodes, Changes())
+
+    def changed_nodes(self, earlier: ViewLog) -> Collection[str] | None:
         """The nodes that have come, changed or gone since that snapshot; None where they must all be looked at."""
-        mine, other = self.node_log, earlier.node_log
-        if mine is None or other is None or mine.views is not self.nodes or other.views is not earlier.nodes:
-            return None
-        return mine.since(other)
+        return self.view_log.since(earlier)
 
     def job(self, id: str) -> Job | None:
         """Live, waiting, or ended and still known."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from random import Random
+from weakref import ref
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from coordinator.cycle import Plan, plan_cycle
 from coordinator.fairness import policy_from
 from coordinator.index import Index
 from coordinator.prices import size_prices
-from tests.builders import World
+from tests.builders import World, job, node
 from tests.builders import settings as settings_with
 from tests.unit.test_cycle_property import mix_jobs, mix_world, mixes
 
@@ -75,6 +77,24 @@ def test_cold_warm_and_no_memo_give_one_plan_property(mix, policy, with_prices, 
 def named(name: str) -> Settings:
 
     return settings_with(policy=name, max_wait_seconds=60)
+
+
+def test_a_snapshot_goes_with_its_plan_though_the_memo_stays():
+    """Whoever keeps one makes the state note every change for it."""
+    w, memo = World(node("n1"), node("n2"), policy="serai"), Index()
+    w.submit(job("a", gpus=8), job("b", gpus=4), job("c", gpus=8), job("d", gpus=4), job("e", gpus=1))
+    gc.disable()  # nothing is left to it
+    try:
+        snapshot = w.snapshot()
+        lent = ref(snapshot.waiting_jobs)
+        plan = plan_cycle(snapshot, w.policy, memo)
+        assert len(plan.placements) > 1
+        assert plan.reservation is not None
+        assert len(dict(plan.waiting)) > 0
+        del plan, snapshot
+        assert lent() is None
+    finally:
+        gc.enable()
 
 
 def test_the_property_above_was_not_vacuous():
