@@ -110,15 +110,17 @@ def _outlook_of(view: NodeView) -> tuple[int, int, int]:
     known: tuple[int, int, int] | None = view.kept.get(_OUTLOOK)
     if known is None:
         fixed = moving = NEVER_MS
-        busy_milli = 0
         for use in view.uses:
             when_ms, is_relative = _until(use.job)
             if is_relative:
                 moving = min(moving, when_ms)
             elif when_ms < fixed:
                 fixed = when_ms
-            for piece in use.placement.slices:
-                busy_milli += piece.compute_milli
+        # What is gone of the open GPUs is held; to ask each holder costs more than everything else here.
+        busy_milli = 0
+        for gpu, piece in zip(view.row.build.gpus, view.row.pieces, strict=True):
+            if piece.is_open:
+                busy_milli += gpu.compute_milli - piece.compute_milli
         known = view.kept[_OUTLOOK] = fixed, moving, busy_milli
     return known
 
