@@ -117,6 +117,7 @@ class Order:
         self._ranks: list[Rank] = []
         self._places: list[int] = []
         self._last_shapes = 0, Shapes((), ())
+        self._told: dict[Shape, int] = {}  # the places of shapes in it
 
         # Of equal rank in any order: no decision depends on it.
         ranked = sorted(((self._rank(key), key) for key in keys), key=operator.itemgetter(0))
@@ -173,16 +174,22 @@ class Order:
         covered, last = self._last_shapes
         if 2 * lines.bit_count() < covered.bit_count():
             covered, last = 0, Shapes((), ())
+            self._told.clear()
         new = lines & ~covered
         if new:
-            shapes = dict.fromkeys(last.shapes)
+            sets, added = [*last.lines], []
             while new:
                 shape = self.at[(new & -new).bit_length() - 1].shape
-                shapes[shape] = None
-                covered |= self._of_shape[shape]
+                of_shape, place = self._of_shape[shape], self._told.get(shape)
+                if place is None:
+                    self._told[shape] = len(sets)
+                    sets.append(of_shape)
+                    added.append(shape)
+                else:
+                    sets[place] = of_shape
+                covered |= of_shape
                 new &= ~covered
-            same = last.shapes if len(shapes) == len(last.shapes) else tuple(shapes)
-            last = Shapes(tuple([self._of_shape[shape] for shape in shapes]), same)
+            last = Shapes(sets, (*last.shapes, *added) if added else last.shapes)
             self._last_shapes = covered, last
         return last
 
