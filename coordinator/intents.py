@@ -3,7 +3,7 @@
 placement    queue/ -> jobs/ with the allocation, one grant for each node
 transition   an end or a new attempt: jobs/ -> done/ or queue/, its grants and task records go;
              a stop: the record says why, its grants ask the nodes to end it
-reason       the queue record learns why it waits, for whoever reads etcd
+reason       the record learns why the job waits, in the queue or for its engine, for whoever reads etcd
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def usage_intents(hours: Sequence[UsageHour]) -> list[Intent]:
     return [Intent("", (), tuple(part)) for part in parts]
 
 
-def reason_intent(job: Job, reason: Reason, keys: Keys) -> Intent | None:
-    key = queue_key(job.tenant, job.id)
+def reason_intent(job: Job, reason: Reason | None, keys: Keys) -> Intent | None:
+    key = folder_key(job)
     if key not in keys:
         return None
     compare: Compare = unchanged(key, keys[key].mod_revision)

@@ -4,6 +4,8 @@ An attempt is handed over once its isolation steps are done, and once more when 
 leader so repeats all of them, which is safe since both are idempotent. Each look is at one job that something happened
 to, so that the cost does not grow with how many jobs run.
 
+An attempt that the engine cannot start yet says so in the record of its job, until it can.
+
 What was given up with its node is withdrawn from the engine at once, and again until the engine has heard it: it must
 not start, nor go on, when the node is back with slices that others hold by then (RR-11).
 
@@ -21,11 +23,12 @@ from attrs import define
 from coordinator.commit import Committer, LeadershipLost, holds
 from coordinator.config import Settings
 from coordinator.engines import Engine, EngineRefused, EngineUnavailable
-from coordinator.intents import grants_of
+from coordinator.intents import grants_of, reason_intent
 from coordinator.model import Event, Job, JobGone, JobSeen, JobState, Task, TaskSeen, TaskState
 from coordinator.records import encode, grant_key, task_key
 from coordinator.replica import Replica
 from coordinator.store import Change, Put, StoreUnavailable, created_at
+from vgpu.reasons import Reason, ReasonCode
 
 log = logging.getLogger("serai.launches")
 
@@ -143,15 +146,20 @@ class Launches:
     async def _call(self, id: str, attempt: _Attempt) -> None:
         """One call of the engine. An engine that cannot be reached is asked again later; one that refuses ends the
         attempt."""
+        waits_for: Reason | None = None
         try:
             async with self._gate:
-                # Read again after the wait: a cancel may have come in between (LK-4).
-                job = self._live(id, attempt.number)
-                if job is not None and self._is_due(job, attempt):
-                    await self._tell(job, attempt)
-        except EngineUnavailable as error:
-            log.warning("job=%s attempt=%d engine unavailable: %s", id, attempt.number, error)
-            await asyncio.sleep(self._settings.back_off_seconds)
+                try:
+                    # Read again after the wait: a cancel may have come in between (LK-4).
+                    job = self._live(id, attempt.number)
+                    if job is not None and self._is_due(job, attempt):
+                        await self._tell(job, attempt)
+                except EngineUnavailable as error:
+                    log.warning("job=%s attempt=%d engine unavailable: %s", id, attempt.number, error)
+                    waits_for = Reason(ReasonCode.ENGINE_UNAVAILABLE, detail=str(error))
+                await self._explain(id, attempt.number, waits_for)
+            if waits_for is not None:
+                await asyncio.sleep(self._settings.back_off_seconds)
         except LeadershipLost as lost:
             if not self._lost.done():
                 self._lost.set_exception(lost)
@@ -186,6 +194,28 @@ class Launches:
                 ended_at_ms=self._clock_ms(),
             )
             await self.observed(task)
+
+    async def _explain(self, id: str, attempt: int, waits_for: Reason | None) -> None:
+        """Writes into the record what the attempt waits for; where it is nothing any more, why it was placed. Raises
+        `LeadershipLost`."""
+        while self._is_held():
+            job = self._live(id, attempt)
+            if job is None or job.allocation is None or job.state is not JobState.ALLOCATED or job.stop:
+                return
+            has_waited = job.reason is not None and job.reason.code is ReasonCode.ENGINE_UNAVAILABLE
+            reason = waits_for or (job.allocation.placed if has_waited else job.reason)
+            intent = reason_intent(job, reason, self._replica.key_values) if reason != job.reason else None
+            if intent is None:
+                return
+            try:
+                result = await self._committer.write(intent.compares, intent.writes)
+            except StoreUnavailable as error:
+                log.warning("job=%s: what it waits for is not written yet: %s", id, error)
+                await asyncio.sleep(STORE_RETRY_SECONDS)
+                continue
+            if result.succeeded:
+                await self._replica.wait_for(result.revision)
+            return  # a record that has changed meanwhile is one of a stop or an end
 
     def _live(self, id: str, attempt: int) -> Job | None:
         job = self._replica.cluster.live_jobs.get(id)

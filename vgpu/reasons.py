@@ -56,6 +56,7 @@ class ReasonCode(enum.Enum):
     CHOSEN = "chosen"
     EVICTED = "evicted"
     PLACED = "placed"
+    ENGINE_UNAVAILABLE = "engine_unavailable"
     STARTED = "started"
     ENDED = "ended"
     EXIT_CODE = "exit_code"

@@ -124,6 +124,7 @@ TEMPLATES: Mapping[ReasonCode, str] = {
         "placed[ on {subjects}][: {gpus}][, communication cost {communication_cost}]"
         "[, {idle_gpus_before} idle there before][: {detail}]"
     ),
+    _C.ENGINE_UNAVAILABLE: "waits until the engine that runs containers can start it[: {detail}]",
     _C.STARTED: "started[ on {subjects}]",
     _C.ENDED: "ended[ after {ran_seconds}]",
     _C.EXIT_CODE: "exited[ with code {exit_code}][ (task {task})][: {detail}]",

@@ -266,7 +266,7 @@ class NomadApi:
         answer = getattr(error, "nomad_resp", error)
         if isinstance(answer, requests.Response):
             return self._error(answer.status_code, answer.text)
-        return NomadUnreachable(f"Nomad at {self.settings.address} cannot be reached: {answer}")
+        return NomadUnreachable(f"Nomad at {self.settings.address} cannot be reached: {_cause(answer)}")
 
     def _error(self, status: int, text: str) -> EngineUnavailable:
         """Some routes deny with 500; everybody else's 500 is told apart by its text."""
@@ -346,3 +346,9 @@ class NomadApi:
         self._http.close()
         if self._session is not None:
             await self._session.close()
+
+
+def _cause(error: Exception) -> str:
+    """The innermost cause in what `requests` tells, less the request: users read it, and it is the same each time."""
+    wrapped = error.args[0] if error.args else error
+    return str(getattr(wrapped, "reason", None) or error).rpartition("): ")[2]

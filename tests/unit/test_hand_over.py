@@ -15,7 +15,7 @@ from coordinator.commit import Committer
 from coordinator.config import Settings
 from coordinator.engines import EngineRefused, EngineUnavailable, RunningAttempt, TaskSink
 from coordinator.launches import Launches
-from coordinator.model import Job, Task, TaskState
+from coordinator.model import Job, JobState, Task, TaskState
 from coordinator.records import (
     LEADER,
     TASKS,
@@ -171,6 +171,44 @@ async def test_an_engine_that_cannot_be_reached_is_asked_again_for_launch_and_st
         await w.write(Put(job_key("j1"), encode(replace(job, stop=Reason(ReasonCode.EVICTED)))))
         await asyncio.sleep(SETTINGS.back_off_seconds + 1)
         assert w.engine.told == [("launch", "j1", 1), ("stop", "j1", 1)]
+
+
+async def test_an_attempt_says_what_it_waits_for_until_the_engine_has_it() -> None:
+    """Of a job that was placed and does not start nobody but the operator's log knew why."""
+    away = EngineUnavailable("Nomad at http://n:4646 cannot be reached: Connection refused")
+    async with world(away, away, EngineUnavailable("Nomad answered 500: No cluster leader")) as w:
+        placed = Reason(ReasonCode.PLACED, subjects=("n1",))
+        job = live(reason=placed)
+        assert job.allocation is not None
+        await w.start(replace(job, allocation=replace(job.allocation, placed=placed)))
+        told, revisions = [], set()
+        for _ in range(4):
+            item = await w.store.get(job_key("j1"))
+            assert item is not None
+            told.append(decode(Job, item.value).reason)
+            revisions.add(item.mod_revision)
+            await asyncio.sleep(SETTINGS.back_off_seconds)
+        waits = [
+            Reason(
+                ReasonCode.ENGINE_UNAVAILABLE,
+                detail="Nomad at http://n:4646 cannot be reached: Connection refused",
+            ),
+            Reason(ReasonCode.ENGINE_UNAVAILABLE, detail="Nomad answered 500: No cluster leader"),
+        ]
+        assert told == [waits[0], waits[0], waits[1], placed]
+        assert len(revisions) == 3, "the same is not written twice"
+        assert w.engine.told == [("launch", "j1", 1)]
+
+
+async def test_what_an_attempt_waits_for_is_not_said_of_one_that_is_stopped() -> None:
+    async with world(EngineUnavailable("away"), EngineUnavailable("away")) as w:
+        stopping = replace(live(), state=JobState.CANCELLING, stop=Reason(ReasonCode.CANCELLED_BY_USER))
+        await w.start(stopping)
+        await asyncio.sleep(3 * SETTINGS.back_off_seconds)
+        item = await w.store.get(job_key("j1"))
+        assert item is not None
+        assert decode(Job, item.value) == stopping
+        assert w.engine.told == [("stop", "j1", 1)]
 
 
 async def test_a_refusal_ends_the_attempt() -> None:

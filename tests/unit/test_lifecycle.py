@@ -353,6 +353,15 @@ def test_le1_a_clock_that_is_behind_does_not_shorten_the_limit():
     assert w.settle() == ()
 
 
+def test_ex3_the_launch_deadline_tells_what_the_attempt_waited_for():
+    away = Reason(ReasonCode.ENGINE_UNAVAILABLE, detail="Nomad cannot be reached")
+    w = world(running("j", "n1", [piece("GPU-n1-0")], reason=away), launch_deadline_seconds=100)
+    w.now = 100
+    [stop] = w.settle()
+    expected = Reason(ReasonCode.LAUNCH_DEADLINE, {"limit_seconds": 100}, detail="Nomad cannot be reached")
+    assert stop.after.stop == expected
+
+
 def test_ex3_the_launch_deadline_stops_what_never_starts_and_it_is_tried_again():
     w = world(running("j", "n1", [piece("GPU-n1-0")]), launch_deadline_seconds=100)
     w.see(model.TaskSeen(task(w.live("j"), state=T.STARTING)))
