@@ -204,6 +204,7 @@ def settle_job(job: Job, snapshot: Snapshot) -> Transition | None:
     after = replace(
         job,
         stop=reason,
+        reason=reason,
         history=(*job.history, Happening(job.state, snapshot.now_ms, job.attempt, reason)),
     )
     return Transition(job, after, stop=True)

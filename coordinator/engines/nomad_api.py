@@ -325,8 +325,9 @@ class NomadApi:
                 async for chunk in response.content.iter_any():
                     yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
             raise NomadUnreachable(
-                f"the stream from Nomad at {self.settings.address} broke: {error!r}"
+                f"the stream from Nomad at {self.settings.address} broke: {why}"
             ) from error
 
     def _client(self) -> aiohttp.ClientSession:

@@ -359,7 +359,9 @@ def test_ex3_the_launch_deadline_tells_what_the_attempt_waited_for():
     w.now = 100
     [stop] = w.settle()
     expected = Reason(ReasonCode.LAUNCH_DEADLINE, {"limit_seconds": 100}, detail="Nomad cannot be reached")
-    assert stop.after.stop == expected
+    assert (stop.after.stop, stop.after.reason) == (expected, expected), (
+        "users read why it is stopped, at once"
+    )
 
 
 def test_ex3_the_launch_deadline_stops_what_never_starts_and_it_is_tried_again():
