@@ -200,6 +200,17 @@ async def test_an_attempt_says_what_it_waits_for_until_the_engine_has_it() -> No
         assert w.engine.told == [("launch", "j1", 1)]
 
 
+async def test_what_a_former_leader_said_it_waits_for_ends_with_the_launch_of_the_next() -> None:
+    async with world() as w:
+        placed = Reason(ReasonCode.PLACED, subjects=("n1",))
+        job = live(reason=Reason(ReasonCode.ENGINE_UNAVAILABLE, detail="away"))
+        assert job.allocation is not None
+        await w.start(replace(job, allocation=replace(job.allocation, placed=placed)))
+        item = await w.store.get(job_key("j1"))
+        assert item is not None
+        assert decode(Job, item.value).reason == placed
+
+
 async def test_what_an_attempt_waits_for_is_not_said_of_one_that_is_stopped() -> None:
     async with world(EngineUnavailable("away"), EngineUnavailable("away")) as w:
         stopping = replace(live(), state=JobState.CANCELLING, stop=Reason(ReasonCode.CANCELLED_BY_USER))
