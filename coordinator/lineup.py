@@ -311,15 +311,16 @@ def _front(front: Front, lines: Lines, keys: Iterable[LineKey], order: Order) ->
         more = 0
         if (old is None) is not (new is None):
             everything ^= line.bit
+        has_same_first = old is not None and new is not None and new.first is old.first
         if old is not None:
             more -= old.stop - old.start
-            if old.first.submitted_at_ms == front.oldest_ms and (new is None or new.first is not old.first):
+            if not has_same_first and old.first.submitted_at_ms == front.oldest_ms:
                 is_bound = True
             if old.limited:
                 del quickest[bisect_left(quickest, (old.quickest_ms, line.place))]
         if new is not None:
             more += new.stop - new.start
-            if new.first.submitted_at_ms < oldest_ms:
+            if not has_same_first and new.first.submitted_at_ms < oldest_ms:
                 oldest_ms = new.first.submitted_at_ms
             if new.limited:
                 insort(quickest, (new.quickest_ms, line.place))

@@ -89,7 +89,10 @@ class TenantQueue:
     def take(self, job: Job) -> None:
         self._taken.add(job.id)
         line = self._front
-        if line is not None and len(jobs := self._jobs[line.key]) == 1 and jobs.first is job:
+        if line is None:
+            return
+        jobs = self._jobs[line.key]
+        if jobs.stop - jobs.start == 1 and jobs.first is job:
             self._left &= ~line.bit  # as `first` would find out
 
     def refuse(self) -> None:
