@@ -140,6 +140,48 @@ def test_hours_hold_what_was_used_in_their_buckets():
     assert hour.compute_milli_ms[3] == 1000
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1500), st.integers(1, 1500), st.integers(1, 1999), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.lists(st.integers(0, 3000), max_size=4),
+)
+def test_the_buckets_are_the_integral_summed_second_by_second(stays, asked):
+    """Each stay is (start, length, compute, whether its end is told before its start), in no order; hours are taken at
+    any time in between, and never tell of less than nothing, nor of anything twice."""
+    ledger, base_ms = UsageLedger(WINDOW_MS), 10 * HOUR_MS
+    looks = sorted(asked)
+    for number, (start, length, compute, is_late) in enumerate(stays):
+        told = [(start, compute), (start + length, -compute)]
+        for at, rate in reversed(told) if is_late else told:
+            ledger.change("a", base_ms + 1000 * at, Use(rate, 2 * rate))
+        if number < len(looks):
+            ledger.hours(base_ms + 1000 * looks[number])
+    ledger.change("a", base_ms, Use(1, 2))  # so that there is something to write
+    [hour] = ledger.hours(base_ms + 3_000_000)
+    expected = [300_000 for _ in range(10)]
+    for start, length, compute, _ in stays:
+        for second in range(start, start + length):
+            expected[second // 300] += 1000 * compute
+    assert hour.compute_milli_ms == (*expected, 0, 0)
+    assert hour.memory_mib_ms == tuple(2 * milli for milli in hour.compute_milli_ms)
+    assert hour.until_ms == base_ms + 3_000_000
+
+
+def test_hours_taken_in_the_middle_tell_what_was_held_until_then():
+    ledger, base_ms = UsageLedger(WINDOW_MS), 10 * HOUR_MS
+    ledger.change("a", base_ms + 1000, Use(500, 0))
+    ledger.change("a", base_ms + 3000, Use(700, 0))
+    [hour] = ledger.hours(base_ms + 4000)
+    assert (hour.compute_milli_ms[0], hour.until_ms) == (1000 * 500 * 2 + 1000 * 1200, base_ms + 4000)
+    ledger.change("a", base_ms + 5000, Use(-1200, 0))
+    [hour] = ledger.hours(base_ms + 4500)  # as by a clock that was set back
+    assert (hour.compute_milli_ms[0], hour.until_ms) == (1000 * 500 * 2 + 1000 * 1200 * 2, base_ms + 5000)
+    assert ledger.hours(base_ms + 9000) == ()
+
+
 def test_a_use_across_the_hour_is_two_records():
     ledger = UsageLedger(WINDOW_MS)
     ledger.change("a", 11 * HOUR_MS - BUCKET_MS, Use(1000, 0))
