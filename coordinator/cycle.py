@@ -146,7 +146,10 @@ class _Cycle:
                 return
 
     def serve_everybody(self) -> None:
-        """By priority, each by its tenant's order, within what the reservation leaves open to it."""
+        """By priority, each by its tenant's order, within what the reservation leaves open to it. Where somebody waits for
+        one there is little room: then what has none is not found out one by one."""
+        if self.room.reservation is not None:
+            self._ask_all()
         turns, room, asked = self._turns(), self.room, self.times_all_asked
         stops_borrowing = room.stops_borrowing
         while turns and not self._is_full:
@@ -199,8 +202,12 @@ class _Cycle:
             self.open &= ~self.lineup.order.of_shape(line.shape)
             self.refusals += 1
             if self.refusals % _MANY_REFUSALS == 0:
-                self.open &= self.room.fitting(self._waiting_shapes())
-                self.times_all_asked += 1
+                self._ask_all()
+
+    def _ask_all(self) -> None:
+        """From now on only lines of shapes that may find room."""
+        self.open &= self.room.fitting(self._waiting_shapes())
+        self.times_all_asked += 1
 
     def _pass_over(self, line: Line, job: Job, draft: Draft | None) -> None:
         """Only a job that ends before the reserved one is due may have what is kept for that one. Shapes for which there
