@@ -25,6 +25,7 @@ from tests.benchmarks.openb_serai import placed_by_serai
 OURS = ("serai", "serai_learned")
 FIRST_SEED = 42
 PUBLISHED_WITHIN = 0.3
+KINDS = ("fraction", "1", "2", "4", "8")  # of jobs, by how many GPUs they ask for
 # Means of ten seeds as published (experiments/analysis/expected_results of the simulator), at 100 and 130 % arrived.
 PUBLISHED_100 = {
     "default": (86.30, 90.62, 91.65, 91.78, 92.86, 95.23),
@@ -187,7 +188,7 @@ def _gains(rows: Sequence[record.Row]) -> Iterator[str]:
             more = [
                 f"{size} ({_mean([a for a, _ in known], f'refused_{size}'):.2f} against"
                 f" {_mean([b for _, b in known], f'refused_{size}'):.2f})"
-                for size in ("fraction", "1", "2", "4", "8")
+                for size in KINDS
                 if _mean([a for a, _ in known], f"refused_{size}")
                 > _mean([b for _, b in known], f"refused_{size}") + 0.005
             ]
@@ -196,6 +197,12 @@ def _gains(rows: Sequence[record.Row]) -> Iterator[str]:
         if gains["100"]:
             means = " / ".join(f"{mean(gains[at]):+.2f} (least {min(gains[at]):+.2f})" for at in gains)
             yield f"{policy}, mean of {len(gains['100'])} traces at 100 / 130 %: {means}"
+            ours, fgd = ([row for row in rows if row["policy"] == name] for name in (policy, "fgd"))
+            kinds = (
+                f"{size} {_mean(ours, f'refused_{size}'):.2f} ({_mean(fgd, f'refused_{size}'):.2f})"
+                for size in KINDS
+            )
+            yield f"{policy}, GPUs refused to each kind in % of the cluster (fgd): {', '.join(kinds)}"
 
 
 if __name__ == "__main__":
