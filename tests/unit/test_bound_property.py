@@ -79,6 +79,8 @@ class Flow:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["ab", "abcd"]))
+@example(20, "ab")  # others start meanwhile, which is rare
+@example(20, "abcd")
 def test_an_entitled_job_starts_within_a_bound_property(seed: int, tenants: str):
     """One tenant after the other may have the reservation before it, each until the bounded wait has passed and the
     longest job has ended; then it is its turn, since who holds nothing is owed most."""
@@ -106,6 +108,8 @@ def test_an_entitled_job_starts_within_a_bound_property(seed: int, tenants: str)
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["", "a", "ab"]))
+@example(0, "")
+@example(0, "ab")  # starved
 @example(134217727, "ab")  # its tenant holds nothing just then, and has the reservation
 def test_an_entitled_job_starts_within_a_bound_behind_its_tenants_own_small_jobs_property(
     seed: int, others: str
