@@ -205,7 +205,10 @@ def settle_job(job: Job, snapshot: Snapshot) -> Transition | None:
         job,
         stop=reason,
         reason=reason,
-        history=(*job.history, Happening(job.state, snapshot.now_ms, job.attempt, reason)),
+        history=(
+            *job.history,
+            Happening(shown_state(job, tasks.values()), snapshot.now_ms, job.attempt, reason),
+        ),
     )
     return Transition(job, after, stop=True)
 

@@ -23,6 +23,7 @@ from coordinator.usage import Use
 from jobspecs.spec import JobSpec
 from vgpu.inventory import Gpu
 from vgpu.reasons import Reason, ReasonCode
+from vgpu.slices import SliceRequest
 
 
 class Waiting(Mapping[str, Reason]):
@@ -185,19 +186,23 @@ def _task_never(task: TaskShape, rows: Sequence[Row]) -> Reason | None:
         if not matching:
             return Reason(ReasonCode.NO_SUCH_GPU, {"gpus": request.count}, (request.model,))
         if not any(_is_enough(task, gpu) for gpu in matching):
-            return Reason(
-                ReasonCode.SLICE_LARGER_THAN_ANY_GPU,
-                {
-                    "memory_mib": request.memory_mib or 0,
-                    "compute_milli": request.compute_milli,
-                    "largest_memory_mib": max(gpu.memory_mib for gpu in matching),
-                    "largest_compute_milli": max(gpu.compute_milli for gpu in matching),
-                },
-                (request.model,) if request.model else (),
-            )
+            return _larger_than_any_gpu(request, matching)
     if ReasonCode.NO_ISOLATION in answers:
         return Reason(ReasonCode.NO_ISOLATION, subjects=(request.isolation,) if request.isolation else ())
     return _larger_than_any_node(task, rows)
+
+
+def _larger_than_any_gpu(request: SliceRequest, gpus: Sequence[Gpu]) -> Reason:
+    """As `_larger_than_any_node`: memory, compute, or both where each of them would do alone."""
+    need_mib, largest_mib = request.memory_mib or 0, max(gpu.memory_mib for gpu in gpus)
+    largest_milli = max(gpu.compute_milli for gpu in gpus)
+    memory = {"memory_mib": need_mib, "largest_memory_mib": largest_mib}
+    compute = {"compute_milli": request.compute_milli, "largest_compute_milli": largest_milli}
+    at_fault = (memory if need_mib > largest_mib else {}) | (
+        compute if request.compute_milli > largest_milli else {}
+    )
+    subjects = (request.model,) if request.model else ()
+    return Reason(ReasonCode.SLICE_LARGER_THAN_ANY_GPU, at_fault or memory | compute, subjects)
 
 
 def _larger_than_any_node(task: TaskShape, rows: Sequence[Row]) -> Reason:

@@ -115,11 +115,15 @@ def _ran_seconds(job: Job, running_since_ms: int | None, now_ms: int) -> float |
 
 
 def _history(job: Job, shown: JobState, starts: Iterable[int]) -> tuple[Happening, ...]:
-    """STARTING and RUNNING are not written a second time: they are read from the task records."""
+    """STARTING and RUNNING are not written a second time: they are read from the task records. A stop came after them,
+    whatever the clocks of nodes say."""
     if shown is job.state:
         return job.history
-    at_ms = max(starts, default=job.history[-1].at_ms if job.history else job.submitted_at_ms)
-    return (*job.history, Happening(shown, at_ms, job.attempt))
+    is_stopped = job.stop is not None and bool(job.history) and job.history[-1].reason == job.stop
+    until = len(job.history) - is_stopped
+    before, after = job.history[:until], job.history[until:]
+    at_ms = max(starts, default=before[-1].at_ms if before else job.submitted_at_ms)
+    return (*before, Happening(shown, at_ms, job.attempt), *after)
 
 
 def happening_view(line: Happening) -> View:

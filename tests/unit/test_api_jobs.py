@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from coordinator import records
 from coordinator.api.context import API, Limits
-from coordinator.model import Job, JobState, PastAttempt, TaskState, Tenant
+from coordinator.model import Happening, Job, JobState, PastAttempt, TaskState, Tenant
 from coordinator.store import Delete, Put
 from jobspecs.spec import JobSpec, TaskSpec
 from tests.api_world import GIB, SPEC, Caller, World
+from vgpu.reasons import Reason, ReasonCode
 
 
 @pytest.fixture
@@ -484,6 +485,19 @@ class TestViews:
         assert view["submitted_at"].endswith("Z")
         events = await a.get(f"/v1/jobs/{job['id']}/events")
         assert events["items"] == view["history"]
+
+    async def test_a_job_that_is_being_stopped_says_so_after_it_ran(self, world: World) -> None:
+        _, a, _ = await world.callers()
+        live = await world.place((await a.post("/v1/jobs", SPEC))["id"])
+        await world.task(live, TaskState.RUNNING)
+        stop = Reason(ReasonCode.TIME_LIMIT, {"limit_seconds": 60})
+        line = Happening(JobState.RUNNING, world.clock() + 60_000, 1, stop)
+        stopping = replace(live, stop=stop, reason=stop, history=(*live.history, line))
+        await world.put(records.job_key(live.id), stopping)
+        view = await a.get(f"/v1/jobs/{live.id}")
+        assert (view["state"], view["reason"]["code"]) == ("RUNNING", "time_limit")
+        told = [(line["state"], line["reason"] and line["reason"]["code"]) for line in view["history"]]
+        assert told[-2:] == [("RUNNING", None), ("RUNNING", "time_limit")]
 
     async def test_an_ended_job_still_shows_where_it_ran(self, world: World) -> None:
         _, a, _ = await world.callers()

@@ -342,6 +342,7 @@ def test_ct3_the_time_limit_counts_running_time_over_all_attempts():
     w.now = 120
     [stop] = w.settle()
     assert stop.after.stop == Reason(ReasonCode.TIME_LIMIT, {"limit_seconds": 60})
+    assert (stop.after.state, stop.after.history[-1].state) == (S.ALLOCATED, S.RUNNING), "as users saw it"
     after = ends(w, w.live("j"), {"exit_code": 137, "started_at_ms": START_MS + 100_000})
     assert (after.state, after.exit_code, after.ran_ms) == (S.FAILED, 124, 60_000)
 

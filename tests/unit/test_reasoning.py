@@ -75,12 +75,24 @@ def test_qf2_what_can_never_run_says_why(of, code, numbers):
             {"node_memory_mib": 1024 * GIB + 1024, "largest_node_memory_mib": 1024 * GIB},
             "it needs 1049600 MiB of memory, the largest such node has 1048576 MiB",
         ),
+        (
+            spec(memory=200 * GIB, compute=1000),
+            {"memory_mib": 200 * GIB, "largest_memory_mib": CARD},
+            "larger than any GPU; it needs 204800 MiB of GPU memory, the largest GPU has 81920 MiB",
+        ),
     ],
 )
 def test_qf2_of_what_no_node_has_only_that_is_told_which_is_at_fault(of, numbers, told):
     reason = why_never(of, cluster().snapshot())
     assert reason.numbers == numbers
     assert told in sentence(reason)
+
+
+def test_qf2_of_a_slice_with_more_compute_than_any_gpu_has_the_compute_is_told():
+    w = World(node("n1", [mig("n1", 0, 1, 16384, 142)], isolations=("mig",)))
+    reason = why_never(spec(), w.snapshot())
+    assert reason.numbers == {"compute_milli": 1000, "largest_compute_milli": 142}
+    assert sentence(reason).endswith("it needs 100% of a GPU, the largest has 14.2%")
 
 
 @pytest.mark.parametrize(
