@@ -10,7 +10,7 @@ come in any order, and of two of one job the newer one counts (LK-7). After it e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from coordinator import model
@@ -223,17 +223,16 @@ class Cluster:
         shape = self._lines.add(job).shape
         self._shares.want(job.tenant, shape.compute_milli, now_ms)
         self._waits.add(job.id, job.queued_at_ms + self._max_wait_ms)
-        if job.not_before_ms or job.refused_by:
-            for at_ms in self._may_start_ms(job):
-                self._waits.add(job.id, at_ms)
+        for at_ms in self._may_start_ms(job):
+            self._waits.add(job.id, at_ms)
         return shape
 
-    def _may_start_ms(self, job: Job) -> Iterator[int]:
+    def _may_start_ms(self, job: Job) -> list[int]:
         """When a cycle may decide otherwise about a waiting job, but for the bounded wait."""
-        if job.not_before_ms:
-            yield job.not_before_ms
+        moments = [job.not_before_ms] if job.not_before_ms else []
         if job.refused_by:
-            yield job.queued_at_ms + 1000 * REFUSED_SECONDS
+            moments.append(job.queued_at_ms + 1000 * REFUSED_SECONDS)
+        return moments
 
     def _is_wait(self, id: str, at_ms: int) -> bool:
         job = self._waiting.now.get(id)

@@ -225,7 +225,7 @@ class Entitlement:
         return self._shares.get(tenant, 0)
 
     def covers(self, tenant: str, held_mib: int, need_mib: int, is_starved: bool) -> bool:
-        return self._policy.is_owed(held_mib, need_mib, self._shares.get(tenant, 0), is_starved)
+        return self._policy.is_owed(held_mib, need_mib, self.share_mib(tenant), is_starved)
 
 
 class Standings:

@@ -191,7 +191,7 @@ class Index:
         nodes, changed = self._nodes, []
         if len(snapshot.nodes) != len(nodes.views) or snapshot.settings is not self._settings:
             return False
-        names = snapshot.changed_nodes(seen)
+        names = snapshot.view_log.since(seen)
         for name in snapshot.nodes if names is None else names:
             view, number = snapshot.nodes.get(name), nodes.number.get(name, -1)
             if view is None or number < 0:

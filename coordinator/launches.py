@@ -24,6 +24,7 @@ from coordinator.commit import Committer, LeadershipLost, holds
 from coordinator.config import Settings
 from coordinator.engines import Engine, EngineRefused, EngineUnavailable
 from coordinator.intents import grants_of, reason_intent
+from coordinator.lifecycle import waits_for_engine
 from coordinator.model import Event, Job, JobGone, JobSeen, JobState, Task, TaskSeen, TaskState
 from coordinator.records import encode, grant_key, task_key
 from coordinator.replica import Replica
@@ -149,15 +150,11 @@ class Launches:
         waits_for: Reason | None = None
         try:
             async with self._gate:
-                try:
-                    # Read again after the wait: a cancel may have come in between (LK-4).
-                    job = self._live(id, attempt.number)
-                    if job is not None and self._is_due(job, attempt):
-                        await self._tell(job, attempt)
-                except EngineUnavailable as error:
-                    log.warning("job=%s attempt=%d engine unavailable: %s", id, attempt.number, error)
-                    waits_for = Reason(ReasonCode.ENGINE_UNAVAILABLE, detail=str(error))
-                await self._explain(id, attempt.number, waits_for)
+                # Read again after the wait: a cancel may have come in between (LK-4).
+                job = self._live(id, attempt.number)
+                if job is not None and self._is_due(job, attempt):
+                    waits_for = await self._tell(job, attempt)
+                    await self._explain(id, attempt.number, waits_for)
             if waits_for is not None:
                 await asyncio.sleep(self._settings.back_off_seconds)
         except LeadershipLost as lost:
@@ -167,7 +164,8 @@ class Launches:
             attempt.call = None
         self._look(id)
 
-    async def _tell(self, job: Job, attempt: _Attempt) -> None:
+    async def _tell(self, job: Job, attempt: _Attempt) -> Reason | None:
+        """What it waits for, where the engine must be asked again."""
         try:
             if job.stop is not None:
                 await self._engine.stop(job.id, job.attempt, job.tenant)
@@ -179,6 +177,10 @@ class Launches:
             log.warning("job=%s attempt=%d engine refused: %s", job.id, job.attempt, refused)
             attempt.is_launched = attempt.is_stopped = True
             await self._refuse(job, refused)
+        except EngineUnavailable as error:
+            log.warning("job=%s attempt=%d engine unavailable: %s", job.id, job.attempt, error)
+            return Reason(ReasonCode.ENGINE_UNAVAILABLE, detail=str(error))
+        return None
 
     async def _refuse(self, job: Job, refused: EngineRefused) -> None:
         for placement in job.allocation.tasks if job.allocation else ():
@@ -202,8 +204,7 @@ class Launches:
             job = self._live(id, attempt)
             if job is None or job.allocation is None or job.state is not JobState.ALLOCATED or job.stop:
                 return
-            has_waited = job.reason is not None and job.reason.code is ReasonCode.ENGINE_UNAVAILABLE
-            reason = waits_for or (job.allocation.placed if has_waited else job.reason)
+            reason = waits_for or (job.allocation.placed if waits_for_engine(job) else job.reason)
             intent = reason_intent(job, reason, self._replica.key_values) if reason != job.reason else None
             if intent is None:
                 return

@@ -282,10 +282,15 @@ def _why_stop(job: Job, tasks: Mapping[int, Task], lost: set[str], snapshot: Sna
     # A node that is silent may have started it long ago; it is given its time to come back (EX-7).
     silent = any(_status(node, snapshot) is not NodeStatus.READY for node in _starting(job, tasks))
     if _starting(job, tasks) and not silent and waited_ms >= 1000 * deadline_seconds:
-        is_known = job.reason is not None and job.reason.code is ReasonCode.ENGINE_UNAVAILABLE
-        why = job.reason.detail if job.reason is not None and is_known else ""
+        waits = waits_for_engine(job)
+        why = waits.detail if waits is not None else ""
         return Reason(ReasonCode.LAUNCH_DEADLINE, {"limit_seconds": deadline_seconds}, detail=why)
     return None
+
+
+def waits_for_engine(job: Job) -> Reason | None:
+    """What its record says that the launch waits for (`coordinator.launches`)."""
+    return job.reason if job.reason and job.reason.code is ReasonCode.ENGINE_UNAVAILABLE else None
 
 
 def _stop_asked_ms(job: Job) -> int:

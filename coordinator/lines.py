@@ -54,11 +54,9 @@ class _Line:
         return len(self.jobs) - self.start
 
     def add(self, job: Job) -> None:
-        if self.lent is not None:
-            self._change()
+        self._change()
         jobs, limit_ms = self.jobs, runs_at_most_ms(job)
-        if limit_ms is not None:
-            self.limited += 1
+        self.limited += limit_ms is not None
         if self.start == len(jobs) or _age(jobs[-1]) <= _age(job):
             jobs.append(job)
             if self.quickest is not None and limit_ms is not None and len(self) <= SEARCH_DEPTH:

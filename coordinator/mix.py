@@ -8,7 +8,6 @@ they are those of the last ten thousand tasks or so. The leader writes them to t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from coordinator.model import Mix, MixLine
 from coordinator.snapshot import Shape
@@ -77,8 +76,8 @@ class JobMix:
     def _take_in(self) -> None:
         if self._new:
             for shape, jobs in self._new.items():
-                for kind, tasks in _kinds(shape):
-                    self._count(kind, tasks * jobs)
+                for task in shape.tasks:
+                    self._count(kind_of(task.gpus, task.cpu_milli), task.count * jobs)
             self._new.clear()
             self._fade()
 
@@ -99,10 +98,6 @@ class JobMix:
                 if half:
                     halved[kind] = half
             self._counts, self._total = halved, halved.total()
-
-
-def _kinds(shape: Shape) -> Iterator[tuple[Kind, int]]:
-    return ((kind_of(task.gpus, task.cpu_milli), task.count) for task in shape.tasks)
 
 
 def _is_possible(kind: Kind) -> bool:

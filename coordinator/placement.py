@@ -193,7 +193,7 @@ class Draft:
 
     def placements(self, spots: Sequence[Spot]) -> tuple[TaskPlacement, ...]:
         """What the allocation says, with the UUIDs of the cards."""
-        if len(spots) == 1:
+        if len(spots) == 1:  # most jobs
             return (self._placement(spots[0]),)
         return tuple([self._placement(spot) for spot in spots])
 

@@ -193,34 +193,38 @@ def _task_never(task: TaskShape, rows: Sequence[Row]) -> Reason | None:
 
 
 def _larger_than_any_gpu(request: SliceRequest, gpus: Sequence[Gpu]) -> Reason:
-    """As `_larger_than_any_node`: memory, compute, or both where each of them would do alone."""
-    need_mib, largest_mib = request.memory_mib or 0, max(gpu.memory_mib for gpu in gpus)
-    largest_milli = max(gpu.compute_milli for gpu in gpus)
-    memory = {"memory_mib": need_mib, "largest_memory_mib": largest_mib}
-    compute = {"compute_milli": request.compute_milli, "largest_compute_milli": largest_milli}
-    at_fault = (memory if need_mib > largest_mib else {}) | (
-        compute if request.compute_milli > largest_milli else {}
+    figures = (
+        ("memory_mib", request.memory_mib or 0, max(gpu.memory_mib for gpu in gpus)),
+        ("compute_milli", request.compute_milli, max(gpu.compute_milli for gpu in gpus)),
     )
     subjects = (request.model,) if request.model else ()
-    return Reason(ReasonCode.SLICE_LARGER_THAN_ANY_GPU, at_fault or memory | compute, subjects)
+    return Reason(ReasonCode.SLICE_LARGER_THAN_ANY_GPU, _at_fault(*figures), subjects)
 
 
 def _larger_than_any_node(task: TaskShape, rows: Sequence[Row]) -> Reason:
-    """What is at fault, and beside it the largest that a node has of it: the GPUs, or on the nodes with as many of them
-    CPU and memory; where each of these would do alone, all of them."""
+    """The GPUs, or of the nodes with as many of them CPU and memory."""
     wanted = task.gpus.count
     have = [sum(_is_enough(task, gpu) for gpu in row.build.gpus) for row in rows]
-    gpus = {"gpus": wanted, "largest_gpus": max(have)} if wanted else {}
+    gpus = [("gpus", wanted, max(have))] if wanted else []
     if max(have) < wanted:
-        return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, gpus)
+        return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, _at_fault(*gpus))
     able = [row for row, count in zip(rows, have, strict=True) if count >= wanted]
-    most_cpu_milli, most_mib = max(row.cpu_milli for row in able), max(row.memory_mib for row in able)
-    cpu = {"cpu_milli": task.cpu_milli, "largest_cpu_milli": most_cpu_milli}
-    memory = {"node_memory_mib": task.memory_mib, "largest_node_memory_mib": most_mib}
-    at_fault = (cpu if task.cpu_milli > most_cpu_milli else {}) | (
-        memory if task.memory_mib > most_mib else {}
+    figures = (
+        *gpus,
+        ("cpu_milli", task.cpu_milli, max(row.cpu_milli for row in able)),
+        ("node_memory_mib", task.memory_mib, max(row.memory_mib for row in able)),
     )
-    return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, at_fault or gpus | cpu | memory)
+    return Reason(ReasonCode.TASK_LARGER_THAN_ANY_NODE, _at_fault(*figures))
+
+
+def _at_fault(*figures: tuple[str, int, int]) -> dict[str, int]:
+    """Of (figure, how much is needed, the largest there is) those that are needed and not there, each beside the largest;
+    where each of them would do alone, all."""
+    beyond = [(name, need, largest) for name, need, largest in figures if need > largest]
+    numbers: dict[str, int] = {}
+    for name, need, largest in beyond or figures:
+        numbers |= {name: need, f"largest_{name}": largest}
+    return numbers
 
 
 def _gang_never(shape: Shape, snapshot: Snapshot, allowed: Sequence[NodeView]) -> Reason | None:

@@ -232,14 +232,11 @@ class Snapshot:
 
     @property
     def view_log(self) -> ViewLog:
-        """The log of its nodes, by which it is told from an earlier one that nobody has to keep for it. One of its own
-        where these are not the nodes of `node_log`."""
+        """The log of its nodes, which tells those that have come, changed or gone since that of an earlier snapshot, and
+        for which nobody has to keep that one. One of its own where these are not the nodes of `node_log`: then all of
+        them must be looked at."""
         log = self.node_log
         return log if log is not None and log.views is self.nodes else ViewLog(self.nodes, Changes())
-
-    def changed_nodes(self, earlier: ViewLog) -> Collection[str] | None:
-        """The nodes that have come, changed or gone since that snapshot; None where they must all be looked at."""
-        return self.view_log.since(earlier)
 
     def job(self, id: str) -> Job | None:
         """Live, waiting, or ended and still known."""

@@ -89,7 +89,7 @@ def test_a_gpu_with_something_left_on_it_is_closed_and_its_neighbour_is_not() ->
     assert (closed.memory_free_mib, closed.compute_free_milli, open_.is_idle) == (0, 0, True)
     assert reduced.nodes["n1"].row.idle_gpus == 1
     assert reduced.nodes["n2"] is snapshot.nodes["n2"]
-    assert reduced.changed_nodes(snapshot.view_log) is None, "all are looked at anew"
+    assert reduced.view_log.since(snapshot.view_log) is None, "all are looked at anew"
 
 
 def test_nothing_is_placed_on_it() -> None:

@@ -126,23 +126,23 @@ def test_a_snapshot_tells_which_nodes_changed_since_another() -> None:
     first = w.snapshot()
     again = w.snapshot()
     assert again.nodes is first.nodes, "nothing changed"
-    assert again.changed_nodes(first.view_log) == set()
+    assert again.view_log.since(first.view_log) == set()
     w.submit(running("a", "n1", [piece("GPU-n1-0")]))
     second = w.snapshot()
     w.see(model.ReportGone("n3"), model.ReportSeen(replace(report("n2"), sequence=2)))
     w.add(node("n9"))
     third = w.snapshot()
-    assert second.changed_nodes(first.view_log) == {"n1"}
-    assert third.changed_nodes(second.view_log) == {"n2", "n3", "n9"}
-    assert third.changed_nodes(first.view_log) == {"n1", "n2", "n3", "n9"}
+    assert second.view_log.since(first.view_log) == {"n1"}
+    assert third.view_log.since(second.view_log) == {"n2", "n3", "n9"}
+    assert third.view_log.since(first.view_log) == {"n1", "n2", "n3", "n9"}
     same = [name for name in first.nodes if third.nodes[name] is first.nodes[name]]
     assert same == ["n0", "n4"]
-    assert first.changed_nodes(third.view_log) is None, "the past is not told"
+    assert first.view_log.since(third.view_log) is None, "the past is not told"
     other = evolve(third, nodes={**third.nodes, "n0": third.nodes["n9"]})
-    assert other.changed_nodes(first.view_log) is None, "nodes that no cluster told of"
-    assert World(node("n1")).snapshot().changed_nodes(first.view_log) is None
+    assert other.view_log.since(first.view_log) is None, "nodes that no cluster told of"
+    assert World(node("n1")).snapshot().view_log.since(first.view_log) is None
     for _ in range(1_000):
         w.submit(running("b", "n0", [piece("GPU-n0-0")]))
         last = w.cluster.snapshot(w.now_ms)
-    assert last.changed_nodes(first.view_log) is None, "too long ago"
+    assert last.view_log.since(first.view_log) is None, "too long ago"
     assert len(w.cluster._machines._changed_views) < 1_000
