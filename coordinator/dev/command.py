@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STARTED = """\
 Serai runs at {address}; the trial ends with Ctrl-C. In another terminal:
 
-  . {folder}/env        # address and an admin token
+  . {folder}/env        # address and an admin token, and the etcd for etcdctl
   serai top
   serai run --tenant vision --image busybox:1.36 --gpus 1 -- sh -c 'echo hello from $CUDA_VISIBLE_DEVICES'
 """
@@ -114,7 +114,7 @@ async def _run(folder: Path, once: bool, json_file: str | None, engine: str, run
         if json_file:
             Path(json_file).write_text(json.dumps(found, indent=2) + "\n")
         if not once:
-            _write_env(folder, trial.address, trial.tokens)
+            _write_env(folder, trial.address, trial.tokens, trial.etcd_address)
             click.echo("\n" + _STARTED.format(address=trial.address, folder=folder))
             await trial.stay()
         return exits.DONE if found["ok"] else exits.FAILED
@@ -166,10 +166,11 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{fair}{end} in {found['seconds']} s."
 
 
-def _write_env(folder: Path, address: str, tokens: dict[str, str]) -> None:
-    """`env` for the admin, `env-<tenant>` for each tenant; readable by the user only."""
+def _write_env(folder: Path, address: str, tokens: dict[str, str], etcd_address: str) -> None:
+    """`env` for the admin, with the etcd; `env-<tenant>` for each tenant; readable by the user only."""
     for tenant, token in tokens.items():
         path = folder / (f"env-{tenant}" if tenant else "env")
         path.touch(mode=0o600)
-        lines = [f"export SERAI_ADDRESS={address}", f"export SERAI_TOKEN={token}"]
-        path.write_text("\n".join([*lines, f"export SERAI_TENANT={tenant}"] if tenant else lines) + "\n")
+        names = {"SERAI_ADDRESS": address, "SERAI_TOKEN": token}
+        names |= {"SERAI_TENANT": tenant} if tenant else {"ETCDCTL_ENDPOINTS": etcd_address}
+        path.write_text("".join(f"export {name}={value}\n" for name, value in names.items()))

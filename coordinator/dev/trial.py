@@ -63,20 +63,22 @@ class Trial:
         self._admin: Client | None = None
         self._tenants: dict[str, Client] = {}
         self.cluster = f"trial-{secrets.token_hex(4)}"
-        self.address = ""
+        self.address = self.etcd_address = ""
         self.tokens: dict[str, str] = {}  # tenant ("" for the admin) -> token
 
     async def start(self) -> None:
         """All parts run, and the nodes are ready. Raises `PartFailed`."""
         logs = self._options.folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        etcd, etcd_address = await start_etcd(self._options.etcd, self._options.folder, logs)
+        etcd, self.etcd_address = await start_etcd(self._options.etcd, self._options.folder, logs)
         self._parts.append(etcd)
-        token = await write_token(etcd_address, tenant="", label="trial", at_ms=time.time_ns() // 1_000_000)
+        token = await write_token(
+            self.etcd_address, tenant="", label="trial", at_ms=time.time_ns() // 1_000_000
+        )
         self.tokens[""] = token
         settings = self._settings_file()
         nomad = ["--nomad", self._options.nomad_address] if self._options.nomad_address else []
-        command = [sys.executable, "-m", "coordinator", "--role", "both", "--etcd", etcd_address]
+        command = [sys.executable, "-m", "coordinator", "--role", "both", "--etcd", self.etcd_address]
         command += [
             "--listen",
             "127.0.0.1:0",
@@ -89,9 +91,7 @@ class Trial:
         coordinator = await start("coordinator", command, logs)
         self._parts.append(coordinator)
         for node in self._options.nodes:
-            self._parts.append(
-                await start(node.name, self._agent_command(node, etcd_address, settings), logs)
-            )
+            self._parts.append(await start(node.name, self._agent_command(node, settings), logs))
         ready = await self._alive(ready_line(coordinator, seconds=_READY_SECONDS))
         self.address = f"http://{ready['address']}" if "://" not in ready["address"] else ready["address"]
         self._admin = Client(self.address, token)
@@ -153,8 +153,8 @@ class Trial:
         path.write_text(yaml.safe_dump(values))
         return path
 
-    def _agent_command(self, node: TrialNode, etcd_address: str, settings: Path) -> list[str]:
-        command = [sys.executable, "-m", "nodeagent", "--node", node.name, "--etcd", etcd_address]
+    def _agent_command(self, node: TrialNode, settings: Path) -> list[str]:
+        command = [sys.executable, "-m", "nodeagent", "--node", node.name, "--etcd", self.etcd_address]
         command += [
             "--gpus",
             f"simulated:{node.gpus}",

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,9 @@ def test_a_trial_that_stays_can_be_used(demo: Callable[..., subprocess.Popen[str
     )
     assert found.returncode == 7, found.stderr
     assert found.stdout.startswith("on GPU-")
+    [etcd] = re.findall(r"export ETCDCTL_ENDPOINTS=(?:http://)?(\S+)", env_file.read_text())
+    with urllib.request.urlopen(f"http://{etcd}/health", timeout=10) as answer:
+        assert b"true" in answer.read()
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 0
